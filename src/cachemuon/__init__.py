@@ -1,0 +1,37 @@
+"""CacheMuon: a Muon optimizer that reuses its orthogonalization from step to step."""
+
+from . import flops, theory
+from .cache import CacheGNS
+from .groups import param_groups, routes
+from .optim import CacheMuon, Muon
+from .polar import AutoNS, ExactPolar, GramNS, Solver, StandardNS, normalize, polar
+from .probe import exact_residual, sketched_residual
+from .schedules import GRAM, POLAR_EXPRESS, QUINTIC, Schedule, polar_express, quintic
+from .stats import Event
+
+__all__ = [
+    "GRAM",
+    "POLAR_EXPRESS",
+    "QUINTIC",
+    "AutoNS",
+    "CacheGNS",
+    "CacheMuon",
+    "Event",
+    "ExactPolar",
+    "GramNS",
+    "Muon",
+    "Schedule",
+    "Solver",
+    "StandardNS",
+    "exact_residual",
+    "flops",
+    "normalize",
+    "param_groups",
+    "polar",
+    "polar_express",
+    "quintic",
+    "routes",
+    "sketched_residual",
+    "theory",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,291 @@
+"""What both optimizers are around their solve: groups, state, the step, Adam, statistics."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+
+from .groups import matrix_shape
+from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
+from .polar import Solver
+from .stats import COLUMNS, Event, new_counters, outcome_counts, summary
+
+ADAM_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-4,
+    "decoupled_weight_decay": True,
+    "fused": True,
+}
+"""The settings of a group with `use_muon=False`; it inherits none of Muon's."""
+
+MAX_WORKSPACE_BYTES = 256 * 2**20
+"""The default ceiling on what a step takes beside the state; one matrix's own needs, if they are more."""
+
+
+class MatrixOptimizer(Optimizer):
+    """Momentum, decay and update for matrices, Adam for the rest; subclasses supply the solve.
+
+    Everything that must survive is in `param_groups` and `state`: torch drops an optimizer's other
+    attributes in `deepcopy` and pickling.
+    """
+
+    counters_on_host = False
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **defaults})
+
+    @abstractmethod
+    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        """Accumulate momentum, find the directions, and apply them."""
+
+    @abstractmethod
+    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
+        """The FLOPs of one matrix's outcomes: executed, and by the paper's model."""
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse settings of a Muon group that cannot be meant."""
+        _check_non_negative(group, "lr", "weight_decay", "eps")
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {group['momentum']!r}")
+        if not isinstance(group["solver"], Solver):
+            raise ValueError(f"solver must be a Solver such as GramNS(), got {group['solver']!r}")
+        if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR_FNS:
+            raise ValueError(
+                f"adjust_lr_fn must be one of {', '.join(map(repr, ADJUST_LR_FNS))} or None (as in torch: "
+                f"'original'), got {group['adjust_lr_fn']!r}"
+            )
+        if not (isinstance(group["max_workspace_bytes"], int) and group["max_workspace_bytes"] > 0):
+            raise ValueError(
+                f"max_workspace_bytes must be an integer > 0, got {group['max_workspace_bytes']!r}"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; the given dict is not changed.
+
+        `use_muon=False` makes it Adam's. A matrix group may have settings of its own.
+        """
+        group = dict(param_group)
+        own_eps = "eps" in group
+        if group.get("use_muon", True):
+            group.setdefault("step", max((g.get("step", 0) for g in self.param_groups), default=0))
+        else:
+            group = {**ADAM_DEFAULTS, **group}
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        try:
+            if group["use_muon"]:
+                if "solver" in param_group and not own_eps and isinstance(group["solver"], Solver):
+                    group["eps"] = group["solver"].eps
+                self._check_group(group)
+            else:
+                for key in self.defaults.keys() - ADAM_DEFAULTS.keys() - {"use_muon"} - param_group.keys():
+                    del group[key]
+                _check_non_negative(group, "lr", "weight_decay", "eps")
+            for name, param in _named(group, len(self.param_groups) - 1):
+                _check_param(name, param, group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. `closure`, if given, recomputes the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        named = [list(self._with_grad(i, group)) for i, group in enumerate(self.param_groups)]
+        matrices = []
+        for group, members in zip(self.param_groups, named, strict=True):
+            if not group["use_muon"]:
+                self._adam(group, [param for _, param in members])
+                continue
+            group["step"] += 1
+            for name, param in members:
+                matrices += matrices_of(name, param, group, self._matrix_state(param, group))
+        if matrices:
+            self._orthogonalize(matrices)
+        return loss
+
+    def _with_grad(self, index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        for name, param in _named(group, index):
+            if param.grad is None or param.numel() == 0:
+                continue
+            if param.grad.is_sparse:
+                raise ValueError(f"{name}: its gradient must be dense, got {param.grad.layout}")
+            yield name, param
+
+    def _matrix_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if "counters" not in state:
+            number = matrix_shape(param.shape, group["view"])[0]
+            device = "cpu" if self.counters_on_host else param.device
+            state["counters"] = torch.tensor([new_counters()] * number, device=device)
+            state["residuals"] = torch.full((number, 2), math.nan, device=param.device)
+        return state
+
+    def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for param in params:
+            state = self.state[param]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), device=param.device if group["fused"] else "cpu")
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+        states = [self.state[param] for param in params]
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=False if group["fused"] else None,
+            fused=group["fused"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def state_dict(self) -> StateDict:
+        """The state; solvers, which `weights_only=True` would not load, are written as their text."""
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            if "solver" in group:
+                group["solver"] = repr(group["solver"])
+        return packed
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue from a state, of this class or of torch.optim.Muon.
+
+        The live solvers stay, with a warning if their text differs from the saved one. Settings that
+        the saved groups lack stay as they are. Nothing of `state_dict` is shared or changed.
+        """
+        live = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        saved_groups = state_dict["param_groups"]
+        for group, before, saved in zip(self.param_groups, live, saved_groups, strict=True):
+            for key, value in before.items():
+                group.setdefault(key, value)
+            if "solver" not in before:
+                continue
+            group["solver"] = before["solver"]
+            if saved.get("solver", repr(before["solver"])) != repr(before["solver"]):
+                warnings.warn(
+                    f"the saved state was made with solver {saved['solver']}, going on with "
+                    f"{before['solver']!r}",
+                    stacklevel=2,
+                )
+        saved_keys = [key for group in saved_groups for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(saved_keys, params, strict=True):
+            for entry, value in state_dict["state"].get(key, {}).items():
+                self.state[param][entry] = self._restored(entry, value, self.state[param][entry])
+
+    def _restored(self, entry: str, saved: Any, loaded: Any) -> Any:
+        # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
+        if not isinstance(saved, Tensor):
+            return loaded
+        if entry == "counters" and self.counters_on_host:
+            return saved.to("cpu", copy=True)
+        if entry in ("counters", "residuals", "transform"):
+            return saved.to(loaded.device, copy=True)
+        return loaded.clone() if loaded.data_ptr() == saved.data_ptr() else loaded
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle; groups of an older version get the settings they lack."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in (self.defaults if group["use_muon"] else ADAM_DEFAULTS).items():
+                group.setdefault(key, value)
+
+    def cache_stats(self) -> dict[str, Any]:
+        """What was decided so far: totals, and under "matrices" the same for each matrix by name.
+
+        `calls`, `hits`, `misses`, `hit_rate`; `flops`: matrix products executed; `flops_paper`: the
+        same outcomes by the paper's cost model. For each matrix also the misses by reason, the last
+        `residual`, the `refresh_residual`, the `age` and the `last` outcome. Reads from the device.
+        """
+        matrices: dict[str, dict[str, Any]] = {}
+        totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_paper": 0}
+        for name, group, param, counters, residuals in self._records():
+            entry = summary(counters, *residuals)
+            entry["flops"], entry["flops_paper"] = self._price(group, param, outcome_counts(counters))
+            matrices[name] = entry
+            for key in ("calls", "hits", "flops", "flops_paper"):
+                totals[key] += entry[key]
+            totals["misses"] += sum(entry["misses"].values())
+        hit_rate = totals["hits"] / totals["calls"] if totals["calls"] else math.nan
+        return {**totals, "hit_rate": hit_rate, "matrices": matrices}
+
+    def events(self) -> dict[str, Event]:
+        """The last decision about each matrix, by name. Reads from the device."""
+        return {
+            name: Event.of(counters, *residuals)
+            for name, _, _, counters, residuals in self._records()
+            if counters[COLUMNS.index("last")] >= 0
+        }
+
+    def _records(self) -> Iterator[tuple[str, dict[str, Any], Tensor, list[int], list[float]]]:
+        for index, group in enumerate(self.param_groups):
+            if not group["use_muon"]:
+                continue
+            for name, param in _named(group, index):
+                state = self.state.get(param, {})
+                if "counters" not in state:
+                    continue
+                rows = zip(state["counters"].tolist(), state["residuals"].tolist(), strict=True)
+                for i, (counters, residuals) in enumerate(rows):
+                    single = len(state["counters"]) == 1
+                    yield name if single else f"{name}[{i}]", group, param, counters, residuals
+
+
+def _named(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    names = group.get("param_names") or [f"group{index}.param{i}" for i in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
+
+
+def _check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
+    if not param.is_floating_point():
+        raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
+    if param.layout != torch.strided:
+        raise ValueError(f"{name}: parameters must be dense, got {param.layout}")
+    if hasattr(param, "placements"):
+        raise ValueError(
+            f"{name}: sharded parameters (DTensor) are not supported, got {type(param).__name__}"
+        )
+    if not group["use_muon"]:
+        return
+    if param.ndim < 2:
+        raise ValueError(
+            f"{name}: a parameter of a Muon group must have at least 2 dimensions, got shape "
+            f"{tuple(param.shape)}; param_groups(model) gives the others to Adam (use_muon=False)"
+        )
+    matrix_shape(param.shape, group["view"])
+
+
+def _check_non_negative(group: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        value = group[key]
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"{key} must be a number or a tensor of one element, got shape {value.shape}"
+                )
+        elif not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{key} must be a number >= 0, got {value!r}")

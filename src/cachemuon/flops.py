@@ -1,0 +1,320 @@
+"""What orthogonalization costs, in floating-point operations, by two models.
+
+`Paper` is the paper's line-by-line count (its Algorithm A.6): normalization and scalings included, the
+products with the identity that open every segment charged. `Executed` is what this library multiplies:
+matrix products only, 2abc for `(a x b) @ (b x c)`, as `torch.utils.flop_counter.FlopCounterMode` counts
+them; no product with the identity, nothing that is linear in the entries. Neither counts what is outside
+the solve. Both take a matrix of any orientation and price its wide one, `n <= m`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = tuple[int, int]
+
+OUTCOMES = {
+    "hit": "hit",  # the transform is reused
+    "cold": "cold",  # the first solve
+    "residual": "miss",  # the gate refused the transform
+    "stale": "cold",  # its age did: not probed
+    "fresh": "gram",  # a solve that keeps no transform
+    "non-finite": None,  # skipped: no product at all
+}
+"""Every outcome of one call, and the attribute of `Cost` that prices it."""
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not (isinstance(value, int) and value >= least):
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Cost(ABC):
+    """The words that both models share. K is `steps`, s is `restarts`.
+
+    >>> Paper(3072, 768) == Paper(768, 3072)
+    True
+    """
+
+    n: int
+    m: int
+    steps: int = 5
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("n", "m", "steps"):
+            _at_least(name, getattr(self, name), 1)
+        if not (isinstance(self.restarts, int) and 0 <= self.restarts < self.steps):
+            raise ValueError(f"restarts must be an integer from 0 to steps - 1, got {self.restarts!r}")
+        n, m = sorted((self.n, self.m))
+        object.__setattr__(self, "n", n)
+        object.__setattr__(self, "m", m)
+
+    @property
+    @abstractmethod
+    def gram(self) -> int:
+        """One GramNS call."""
+
+    @property
+    @abstractmethod
+    def standard(self) -> int:
+        """One StandardNS call."""
+
+    @property
+    @abstractmethod
+    def cache(self) -> int:
+        """What keeping the transform adds to `gram`: s products to compose its segments."""
+
+    @property
+    @abstractmethod
+    def probing(self) -> int:
+        """The residual of the cached transform on a new matrix."""
+
+    @property
+    @abstractmethod
+    def hit(self) -> int:
+        """A call that reuses the transform."""
+
+    @property
+    def transform(self) -> int:
+        """FreshGNS, the solve that keeps its transform: `gram + cache`."""
+        return self.gram + self.cache
+
+    @property
+    def cold(self) -> int:
+        """A refresh without a probe, as the first one is: `transform`."""
+        return self.transform
+
+    @property
+    def miss(self) -> int:
+        """A refresh after a probe: `probing + cold`."""
+        return self.probing + self.cold
+
+    @property
+    def baseline(self) -> int:
+        """The fresh solve that caching is compared with: `gram`."""
+        return self.gram
+
+    @property
+    def break_even(self) -> float:
+        """The hit rate above which caching pays: `(miss - baseline) / (miss - hit)`.
+
+        Not clamped: above 1 a hit itself costs more than `baseline`, and caching never pays.
+        """
+        return (self.miss - self.baseline) / (self.miss - self.hit)
+
+    def average(self, p: float) -> float:
+        """The cost per call at hit rate p, the first call left out: `p hit + (1 - p) miss`."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be a hit rate from 0 to 1, got {p!r}")
+        return p * self.hit + (1 - p) * self.miss
+
+    def price_of(self, outcome: str) -> int:
+        """The cost of one call with that outcome, a key of `OUTCOMES`."""
+        if outcome not in OUTCOMES:
+            raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
+        attribute = OUTCOMES[outcome]
+        return int(getattr(self, attribute)) if attribute else 0
+
+
+@dataclass(frozen=True)
+class Paper(Cost):
+    """The paper's cost of one matrix; each docstring carries the paper's symbol.
+
+    F_hit is `hit`, F_miss = F_norm + F_rem + Delta_probe + Delta_cache is `miss`.
+
+    >>> cost = Paper(768, 3072)
+    >>> cost.hit, cost.gram, cost.miss
+    (7253066498, 29004595201, 37155963650)
+    """
+
+    restarts: int = 1
+
+    @property
+    def norm(self) -> int:
+        """F_norm = 3nm + 1."""
+        return 3 * self.n * self.m + 1
+
+    @property
+    def rest(self) -> int:
+        """F_rem = (s+1) [n^2(2m-1) + nm(2n-1)] + K n^2(2n+2) + (3K-2-2s) n^2(2n+1)."""
+        n, m, K, s = self.n, self.m, self.steps, self.restarts
+        rectangular = (s + 1) * (n * n * (2 * m - 1) + n * m * (2 * n - 1))
+        return rectangular + K * n * n * (2 * n + 2) + (3 * K - 2 - 2 * s) * n * n * (2 * n + 1)
+
+    @property
+    def gram(self) -> int:
+        """F_GNS = F_norm + F_rem."""
+        return self.norm + self.rest
+
+    @property
+    def standard(self) -> int:
+        """F_std = F_norm + K [n^2(2m-1) + n^2(2n+2) + nm(2n-1)]: not in the paper, yet gives its table."""
+        n, m = self.n, self.m
+        return self.norm + self.steps * (n * n * (2 * m - 1) + n * n * (2 * n + 2) + n * m * (2 * n - 1))
+
+    @property
+    def cache(self) -> int:
+        """Delta_cache = s n^2(2n-1)."""
+        return self.restarts * self.n**2 * (2 * self.n - 1)
+
+    @property
+    def probing(self) -> int:
+        """Delta_probe = nm(2n-1) + 2n^2 m + n^2 + n + 1."""
+        n, m = self.n, self.m
+        return n * m * (2 * n - 1) + 2 * n * n * m + n * n + n + 1
+
+    @property
+    def hit(self) -> int:
+        """F_hit = F_norm + Delta_probe."""
+        return self.norm + self.probing
+
+
+@dataclass(frozen=True)
+class Executed(Cost):
+    """What this library multiplies for one matrix. `vectors` is the sketch's width k; 0 if exact: no recheck.
+
+    >>> cost = Executed(768, 3072)
+    >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
+    True
+    """
+
+    probe: Literal["sketch", "exact"] = "sketch"
+    vectors: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.probe not in ("sketch", "exact"):
+            raise ValueError(f"probe must be 'sketch' or 'exact', got {self.probe!r}")
+        _at_least("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
+
+    @property
+    def gram(self) -> int:
+        """2(s+1) products of 2n^2 m; and of 2n^3: K for R^2, 3(K-1-s) for Q Z and the two of R."""
+        n, m, K, s = self.n, self.m, self.steps, self.restarts
+        return 4 * (s + 1) * n * n * m + 2 * n**3 * (K + 3 * (K - 1 - s))
+
+    @property
+    def standard(self) -> int:
+        """K (4n^2 m + 2n^3)."""
+        return self.steps * (4 * self.n**2 * self.m + 2 * self.n**3)
+
+    @property
+    def baseline(self) -> int:
+        """The cheaper of `gram` and `standard`."""
+        return min(self.gram, self.standard)
+
+    cheapest = baseline
+
+    @property
+    def cache(self) -> int:
+        """2s n^3."""
+        return 2 * self.restarts * self.n**3
+
+    @property
+    def probing(self) -> int:
+        """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix."""
+        n, m = self.n, self.m
+        return 4 * self.vectors * n * (m + n) if self.probe == "sketch" else 4 * n * n * m
+
+    @property
+    def apply(self) -> int:
+        """Q X after the probe. Sketch: 2n^2 m. Exact: 0, the candidate is the direction."""
+        return 2 * self.n**2 * self.m if self.probe == "sketch" else 0
+
+    @property
+    def recheck(self) -> int:
+        """The residual of a fresh direction, sketched at every refresh whichever the probe: 4k nm."""
+        return 4 * self.vectors * self.n * self.m
+
+    @property
+    def hit(self) -> int:
+        """`probing + apply`."""
+        return self.probing + self.apply
+
+    @property
+    def cold(self) -> int:
+        """`transform + recheck`."""
+        return self.transform + self.recheck
+
+
+def price(cost: Cost, counters: Mapping[str, int]) -> int:
+    """The cost of that many calls of each outcome.
+
+    >>> cost = Paper(64, 576)
+    >>> price(cost, {"cold": 1, "hit": 10, "residual": 2}) == cost.cold + 10 * cost.hit + 2 * cost.miss
+    True
+    """
+    for outcome, count in counters.items():
+        _at_least(f"counters[{outcome!r}]", count, 0)
+    return sum(count * cost.price_of(outcome) for outcome, count in counters.items())
+
+
+def total(
+    shapes: Iterable[Shape],
+    steps: int,
+    *,
+    solver: Literal["gram", "standard", "cache"] = "gram",
+    hits: float | Sequence[Mapping[str, int]] | None = None,
+    replicas: int = 1,
+    model: Callable[[int, int], Cost] = Paper,
+) -> float:
+    """The cost of a run: `steps` calls for every matrix, on `replicas` devices that each do all of it.
+
+    `hits` goes with "cache": counters, one mapping per matrix that adds up to `steps`; or one hit rate for
+    all after their cold call, wrong if they hit unequally. `model` may be a `functools.partial`.
+
+    >>> round(total(GPT2_SMALL, 30_520) / 1e15, 2)
+    37.18
+    >>> round(total(GPT2_LARGE, 3_814, replicas=8, solver="cache", hits=0.33) / 1e15, 2)
+    468.77
+    """
+    _at_least("steps", steps, 1)
+    _at_least("replicas", replicas, 1)
+    costs = [model(*shape) for shape in shapes]
+    if solver not in ("gram", "standard", "cache"):
+        raise ValueError(f"solver must be 'gram', 'standard' or 'cache', got {solver!r}")
+    if (solver == "cache") == (hits is None):
+        raise ValueError(
+            f"hits goes with solver='cache', and only with it, got solver={solver!r}, hits={hits!r}"
+        )
+    if hits is None:
+        return replicas * steps * sum(cost.gram if solver == "gram" else cost.standard for cost in costs)
+    if isinstance(hits, int | float):
+        return replicas * sum(cost.cold + (steps - 1) * cost.average(hits) for cost in costs)
+    calls = [sum(counters.values()) for counters in hits]
+    if calls != [steps] * len(costs):
+        raise ValueError(f"hits must be {len(costs)} mappings of {steps} calls each, got calls {calls}")
+    return replicas * sum(price(cost, counters) for cost, counters in zip(costs, hits, strict=True))
+
+
+def gpt2_shapes(layers: int, width: int) -> list[Shape]:
+    """GPT-2's matrices without embeddings: per block fused QKV as one, attention out, MLP in, MLP out.
+
+    >>> gpt2_shapes(1, 768)
+    [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    """
+    _at_least("layers", layers, 1)
+    _at_least("width", width, 1)
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+
+
+GPT2_SMALL = tuple(gpt2_shapes(12, 768))
+"""The 48 matrices of GPT-2 Small."""
+
+GPT2_LARGE = tuple(gpt2_shapes(36, 1280))
+"""The 144 matrices of GPT-2 Large."""
+
+RESNET18 = tuple(
+    [(64, 27)]
+    + [(64, 576)] * 4
+    + [(128, 576), (128, 1152), (128, 64), (128, 1152), (128, 1152)]
+    + [(256, 1152), (256, 2304), (256, 128), (256, 2304), (256, 2304)]
+    + [(512, 2304), (512, 4608), (512, 256), (512, 4608), (512, 4608)]
+    + [(10, 512)]
+)
+"""ResNet-18 for 32 x 32 images: 20 convolutions and the last layer, as (out, in * height * width)."""

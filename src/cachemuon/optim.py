@@ -1,0 +1,384 @@
+"""The optimizers: Muon, which solves at every step, and CacheMuon, which solves when it must."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer
+from .cache import CacheGNS, check_gate, decide, probed
+from .flops import Executed, Paper, price
+from .groups import matrix_shape
+from .matrices import Matrix, accumulate, apply_directions, batches, stack, update_matrices
+from .polar import AutoNS, GramNS, Solver, StandardNS, normalize, normalizer, rescale
+from .probe import random_block
+from .schedules import QUINTIC, Schedule
+from .stats import AGE, NO_AGE, REFRESHES, Readback, count, new_counters
+
+
+class Muon(MatrixOptimizer):
+    """Muon with any solver, and Adam for the parameters that are not matrices.
+
+    For a matrix W with gradient G: `M <- momentum M + (1 - momentum) G`, `D = solver(M)`,
+    `W <- (1 - lr weight_decay) W - lr ratio D`. The ratio is 1 unless `adjust_lr_fn` is given.
+    `Muon(solver=GramNS())` is the paper's GramMuon, `Muon(solver=StandardNS(POLAR_EXPRESS))` its
+    PolarExpMuon; the default solver is the cheaper of the two for each shape. docs/optimizers.md has
+    every setting and the call that equals torch.optim.Muon.
+
+    >>> from cachemuon import ExactPolar
+    >>> W = torch.nn.Parameter(torch.eye(2, 3))
+    >>> W.grad = torch.tensor([[0.0, 3.0, 0.0], [1.0, 0.0, 0.0]])
+    >>> Muon([W], lr=0.5, weight_decay=0.0, solver=ExactPolar()).step()
+    >>> W.data
+    tensor([[ 1.0000, -0.5000,  0.0000],
+            [-0.5000,  1.0000,  0.0000]])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 1e-4,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        eps: float | None = None,
+        ns_steps: int | None = None,
+        adjust_lr_fn: str | None = "none",
+        *,
+        solver: Solver | None = None,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    ) -> None:
+        if ns_coefficients is not None or ns_steps is not None:
+            solver = StandardNS(_shorthand(ns_coefficients, ns_steps, solver))
+        solver = AutoNS() if solver is None else solver
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": getattr(solver, "eps", None) if eps is None else eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "solver": solver,
+            "max_workspace_bytes": max_workspace_bytes,
+        }
+        super().__init__(params, defaults)
+
+    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        self._warn_of_last_step()
+        flags = []
+        for batch in batches(matrices, key=_recipe):
+            group = batch[0].group
+            finite = accumulate(batch, group["momentum"])
+            U = update_matrices(batch, group["momentum"], group["nesterov"], finite)
+            D = group["solver"].solve(normalize(U, group["eps"]))
+            apply_directions(batch, D, finite)
+            _count_on_device(batch, finite)
+            flags.append(finite.all())
+        self._flags = Readback(torch.stack([flag.to(flags[0].device) for flag in flags]))
+
+    def _warn_of_last_step(self) -> None:
+        # One step late, and only if it has arrived: to warn at once would wait for the device.
+        flags: Readback | None = self.__dict__.pop("_flags", None)
+        if flags is not None and not all(flags.poll() or [True]):
+            _warn_non_finite(self)
+
+    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
+        solver, (n, m) = group["solver"], _wide_shape(group, param)
+        if isinstance(solver, AutoNS):
+            solver = solver.choose(n, m, solver.precision(param))
+        if isinstance(solver, GramNS):
+            executed, paper = _gram_costs(solver, n, m, param)
+            return outcomes["fresh"] * executed.gram, outcomes["fresh"] * paper.gram
+        if isinstance(solver, StandardNS):
+            steps = solver.schedule.steps
+            executed, paper = Executed(n, m, steps), Paper(n, m, steps, 0)
+            return outcomes["fresh"] * executed.standard, outcomes["fresh"] * paper.standard
+        return 0, 0  # a solver of the user's own, or the SVD: not counted
+
+
+class CacheMuon(MatrixOptimizer):
+    """CacheMuon, Algorithm A.5: Muon that reuses the left transform of an earlier solve.
+
+    The transform Q of a matrix's last solve is probed on its new momentum: if the residual of `Q X`
+    is at most `gamma`, `Q X` is the direction (a hit); else it is solved anew and Q replaced (a miss).
+    `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes
+    it. A transform older than `max_age` steps is not used. All residuals of a step are read on the
+    host together. `cache_stats()` tells what was decided.
+
+    >>> W = torch.nn.Parameter(torch.zeros(4, 6))
+    >>> opt = CacheMuon([W], lr=0.01, gamma=5.0)
+    >>> for _ in range(3):
+    ...     W.grad = torch.eye(4, 6)
+    ...     opt.step()
+    >>> stats = opt.cache_stats()
+    >>> stats["calls"], stats["hits"], stats["matrices"]["group0.param0"]["misses"]["cold"]
+    (3, 2, 1)
+    """
+
+    counters_on_host = True  # the gate decides on the host
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 1e-4,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        eps: float | None = None,
+        ns_steps: int | None = None,
+        adjust_lr_fn: str | None = "none",
+        *,
+        gamma: float = 5.0,
+        probe: str = "sketch",
+        vectors: int = 8,
+        max_age: int | None = None,
+        seed: int = 0,
+        solver: GramNS | None = None,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    ) -> None:
+        if ns_coefficients is not None or ns_steps is not None:
+            solver = GramNS(_shorthand(ns_coefficients, ns_steps, solver))
+        solver = GramNS() if solver is None else solver
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": getattr(solver, "eps", None) if eps is None else eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "gamma": gamma,
+            "probe": probe,
+            "vectors": vectors,
+            "max_age": max_age,
+            "seed": seed,
+            "solver": solver,
+            "max_workspace_bytes": max_workspace_bytes,
+        }
+        super().__init__(params, defaults)
+
+    @classmethod
+    def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
+        """The paper's algorithm, A.4 and A.5, and nothing else: the exact probe, no age limit.
+
+        `settings` are those of Muon (momentum, weight_decay, ...); a `gamma` of 0 makes it GramMuon.
+        """
+        if taken := sorted({"probe", "vectors", "max_age", "seed"}.intersection(settings)):
+            raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
+        return cls(params, lr=lr, gamma=gamma, probe="exact", **settings)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_gate(group["gamma"], group["max_age"])
+        if not isinstance(group["solver"], GramNS):
+            raise ValueError(f"solver must be a GramNS, which yields a transform, got {group['solver']!r}")
+        if not isinstance(group["seed"], int):
+            raise ValueError(f"seed must be an integer, got {group['seed']!r}")
+        _cache_of(group)
+
+    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        states = list({id(x.state): x.state for x in matrices}.values())
+        rows = torch.cat([state["counters"] for state in states]).tolist()
+        for x, row in zip(matrices, rows, strict=True):
+            x.counters = row
+        blocks = _Blocks()
+        for window in _windows(matrices):
+            self._gate(*self._probe(window, blocks))
+            self._resolve(window, blocks)
+        counted = torch.tensor([x.counters for x in matrices]).split([len(s["counters"]) for s in states])
+        torch._foreach_copy_([state["counters"] for state in states], list(counted))
+
+    def _probe(self, window: list[Matrix], blocks: _Blocks) -> tuple[list[Matrix], Tensor]:
+        """Accumulate momentum, measure residuals. Returns `(2, N)` on the device: finite, residual."""
+        probed_order, finite_parts, residual_parts = [], [], []
+        for batch in batches(window, key=lambda x: (*_recipe(x), _probed(x))):
+            group = batch[0].group
+            finite = accumulate(batch, group["momentum"])
+            U = update_matrices(batch, group["momentum"], group["nesterov"], finite)
+            scale = normalizer(U, group["eps"])
+            residual = scale.new_full((len(batch),), math.nan)
+            candidates: Sequence[Tensor | None] = [None] * len(batch)
+            if _probed(batch[0]):
+                Q = stack([_transform(x) for x in batch])
+                residual, C = _cache_of(group).measure(rescale(U, scale), Q, blocks.of(batch))
+                candidates = candidates if C is None else C.unbind(0)
+                _record(batch, 0, residual)
+            for x, factor, candidate in zip(batch, scale.unbind(0), candidates, strict=True):
+                x.scale, x.candidate = factor, candidate
+            probed_order += batch
+            finite_parts.append(finite)
+            residual_parts.append(residual)
+        device = residual_parts[0].device
+        residuals = torch.cat([part.to(device, non_blocking=True) for part in residual_parts])
+        finites = torch.cat([part.to(device, non_blocking=True) for part in finite_parts])
+        return probed_order, torch.stack((finites.to(residuals.dtype), residuals))
+
+    def _gate(self, window: list[Matrix], readings: Tensor) -> None:
+        """Decide for every matrix. The one place that waits for the device: all residuals at once."""
+        for x, finite, residual in zip(window, *readings.tolist(), strict=True):
+            x.outcome = decide(
+                finite=bool(finite),
+                age=_next_age(x),
+                residual=residual,
+                gamma=x.group["gamma"],
+                max_age=x.group["max_age"],
+            )
+            x.counters = count(x.counters, x.outcome)
+        if any(x.outcome == "non-finite" for x in window):
+            _warn_non_finite(self)
+
+    def _resolve(self, window: list[Matrix], blocks: _Blocks) -> None:
+        """Apply the accepted transforms, solve the rest, and take the step."""
+        for batch in batches((x for x in window if x.outcome == "hit"), key=_recipe):
+            cache = _cache_of(batch[0].group)
+            if cache.probe == "exact":
+                D = stack([x.candidate for x in batch if x.candidate is not None])
+            else:
+                D = cache.apply(_normalized(batch), stack([_transform(x) for x in batch]))
+            apply_directions(batch, D)
+        for batch in batches((x for x in window if x.outcome in REFRESHES), key=_recipe):
+            D, Q, residual = _cache_of(batch[0].group).refresh(_normalized(batch), blocks.of(batch))
+            torch._foreach_copy_([_transform(x) for x in batch], list(Q.unbind(0)))
+            _record(batch, 1, residual)
+            apply_directions(batch, D)
+        for x in window:
+            x.candidate = None
+
+    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
+        executed, paper = _gram_costs(group["solver"], *_wide_shape(group, param), param)
+        executed = replace(executed, probe=group["probe"], vectors=group["vectors"])
+        return price(executed, outcomes), price(paper, outcomes)
+
+
+class _Blocks:
+    """The random blocks of one step, each drawn once."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[Any, Tensor] = {}
+
+    def of(self, batch: list[Matrix]) -> Tensor:
+        x = batch[0]
+        n, group = x.shape[0], x.group
+        dtype = torch.promote_types(x.momentum.dtype, torch.float32)
+        key = (n, group["vectors"], group["seed"], group["step"], x.momentum.device, dtype)
+        if key not in self._drawn:
+            self._drawn[key] = random_block(
+                n, key[1], seed=key[2], step=key[3], device=x.momentum.device, dtype=dtype
+            )
+        return self._drawn[key]
+
+
+def _recipe(x: Matrix) -> tuple[Any, ...]:
+    # The settings that a batch must share; lr, decay, gamma and max_age may differ inside it.
+    keys = ("solver", "eps", "momentum", "nesterov", "step", "probe", "vectors", "seed")
+    return tuple(x.group.get(key) for key in keys)
+
+
+def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+    """Parts that share one reading: all matrices, unless exact candidates would fill the workspace."""
+    window: list[Matrix] = []
+    held = 0
+    for x in matrices:
+        size = x.grad.numel() * 4 if x.group["probe"] == "exact" else 0
+        if window and held + size > x.group["max_workspace_bytes"]:
+            yield window
+            window, held = [], 0
+        window.append(x)
+        held += size
+    yield window
+
+
+def _cache_of(group: dict[str, Any]) -> CacheGNS:
+    return CacheGNS(group["solver"], group["probe"], group["vectors"])
+
+
+def _next_age(x: Matrix) -> int:
+    return NO_AGE if x.counters[AGE] == NO_AGE else x.counters[AGE] + 1
+
+
+def _probed(x: Matrix) -> bool:
+    return probed(_next_age(x), x.group["max_age"])
+
+
+def _transform(x: Matrix) -> Tensor:
+    """The matrix's place in its parameter's `transform`, which is made on first use."""
+    n = x.shape[0]
+    if "transform" not in x.state:
+        number = len(x.state["counters"])
+        dtype = torch.promote_types(x.momentum.dtype, torch.float32)
+        shape = (n, n) if number == 1 else (number, n, n)
+        x.state["transform"] = x.momentum.new_zeros(shape, dtype=dtype)
+    transform: Tensor = x.state["transform"]
+    return transform if transform.ndim == 2 else transform[x.index]
+
+
+def _normalized(batch: list[Matrix]) -> Tensor:
+    group = batch[0].group
+    U = update_matrices(batch, group["momentum"], group["nesterov"], finite=None)
+    return rescale(U, stack([x.scale for x in batch if x.scale is not None]))
+
+
+def _record(batch: list[Matrix], column: int, residuals: Tensor) -> None:
+    places = [x.state["residuals"][x.index, column] for x in batch]
+    torch._foreach_copy_(places, list(residuals.to(places[0].dtype).unbind(0)))
+
+
+_INCREMENTS = [
+    [after - before for after, before in zip(count(new_counters(), outcome), new_counters(), strict=True)]
+    for outcome in ("non-finite", "fresh")
+]
+
+
+def _count_on_device(batch: list[Matrix], finite: Tensor) -> None:
+    skipped, solved = torch.tensor(_INCREMENTS).to(finite.device, non_blocking=True)
+    increments = torch.where(finite.view(-1, 1), solved, skipped)
+    torch._foreach_add_([x.state["counters"][x.index] for x in batch], list(increments.unbind(0)))
+
+
+def _wide_shape(group: dict[str, Any], param: Tensor) -> tuple[int, int]:
+    _, rows, cols = matrix_shape(param.shape, group["view"])
+    return min(rows, cols), max(rows, cols)
+
+
+def _gram_costs(solver: GramNS, n: int, m: int, param: Tensor) -> tuple[Executed, Paper]:
+    steps = solver.schedule.steps
+    restarts = len(solver.restarts_at(n, m, solver.precision(param)))
+    return Executed(n, m, steps, restarts), Paper(n, m, steps, min(1, steps - 1))
+
+
+def _shorthand(coefficients: Any, steps: int | None, solver: Solver | None) -> Schedule:
+    """torch.optim.Muon's `ns_coefficients` and `ns_steps`: one triple repeated; or a triple for each step."""
+    if solver is not None:
+        raise ValueError(
+            f"solver and ns_coefficients or ns_steps exclude each other, got solver={solver!r}, "
+            f"ns_coefficients={coefficients!r}, ns_steps={steps!r}"
+        )
+    if steps is not None and not (isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"ns_steps must be an integer >= 1, got {steps!r}")
+    triples = QUINTIC.triples[:1] if coefficients is None else tuple(coefficients)
+    if triples and not isinstance(triples[0], Sequence):
+        triples = (triples,)
+    if len(triples) == 1:
+        triples = triples * (5 if steps is None else steps)
+    if steps is not None and len(triples) != steps:
+        raise ValueError(f"ns_steps must be the number of ns_coefficients, {len(triples)}, got {steps!r}")
+    return Schedule(triples)
+
+
+def _warn_non_finite(optimizer: MatrixOptimizer) -> None:
+    if not optimizer.__dict__.get("_warned"):
+        optimizer.__dict__["_warned"] = True
+        warnings.warn(
+            "a gradient has a NaN or Inf: that matrix, its momentum and its transform were left as they "
+            "were for the step; cache_stats() counts such steps as 'non-finite'. This is said once.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

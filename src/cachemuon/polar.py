@@ -1,0 +1,293 @@
+"""Solvers for the polar factor of a matrix: `polar(M) = U V^T` where `M = U S V^T`.
+
+Solvers are frozen dataclasses without state. Each takes the raw matrix `(..., n, m)`, tall or
+wide, normalizes it, and never touches its input. Inside, everything happens on batches
+`X (B, n, m)` that are normalized and wide (n <= m), in the paper's letters.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .schedules import GRAM, POLAR_EXPRESS, Schedule
+
+EPS = 1e-7
+
+
+def normalize(M: Tensor, eps: float = EPS) -> Tensor:
+    """`X = M / (|M|_F + eps)` for each matrix of a batch, in float32 (float64 stays float64).
+
+    The norm is taken of `M / max|M|`, since squares overflow float32 at 1e20 and vanish at 1e-25.
+    A zero matrix stays zero, also with `eps=0`; a matrix with a NaN or Inf comes out as NaN.
+
+    >>> float(torch.linalg.norm(normalize(torch.full((2, 8), 1e30))))
+    1.0
+    """
+    return rescale(M, normalizer(M, eps))
+
+
+def normalizer(M: Tensor, eps: float = EPS) -> Tensor:
+    """The factor `1 / (|M|_F + eps)` of `normalize` for each matrix, shaped `(..., 1, 1)`."""
+    M = M.to(torch.promote_types(M.dtype, torch.float32))
+    peak: Tensor = torch.linalg.vector_norm(M, math.inf, dim=(-2, -1), keepdim=True)
+    peak = peak.clamp_(min=torch.finfo(M.dtype).tiny)
+    # The largest entry of M / peak is 1, so its norm is below 1 only for the zero matrix.
+    norm: Tensor = torch.linalg.vector_norm(M / peak, dim=(-2, -1), keepdim=True)
+    return 1 / peak / (norm + eps / peak).clamp_(min=1)
+
+
+def rescale(M: Tensor, factor: Tensor) -> Tensor:
+    """`X = M * factor` in the factor's dtype, as a new tensor."""
+    return M.to(factor.dtype) * factor
+
+
+def widen(M: Tensor, eps: float = EPS) -> Tensor:
+    """`M (..., n, m)` as a batch `(B, n, m)` of normalized wide matrices, transposed where M is tall."""
+    if M.ndim < 2 or not M.is_floating_point() or 0 in M.shape[-2:]:
+        got = f"{M.dtype} of shape {tuple(M.shape)}"
+        raise ValueError(f"M must be real floating point (..., n, m) with n, m >= 1, got {got}")
+    wide = M.mT if M.shape[-2] > M.shape[-1] else M
+    return normalize(wide, eps).reshape(-1, *wide.shape[-2:])
+
+
+def restore(direction: Tensor, M: Tensor) -> Tensor:
+    """A batch of wide directions in M's shape, orientation and dtype: the way back of `widen`."""
+    if M.shape[-2] > M.shape[-1]:
+        return direction.reshape(M.mT.shape).mT.to(M.dtype)
+    return direction.reshape(M.shape).to(M.dtype)
+
+
+class Solver(ABC):
+    """What every solver of this file is: `solver(M)` is the approximate polar factor of M.
+
+    `dtype` is the precision of the iteration. None means float64 for float64 input, else float32
+    on the CPU and, on CUDA, float16 after the float32 normalization: of the half precisions it
+    has the smaller error at the same cost (docs/restarts.md).
+    """
+
+    eps: float
+    dtype: torch.dtype | None
+
+    @abstractmethod
+    def solve(self, X: Tensor) -> Tensor:
+        """The direction of a batch `X (B, n, m)` of normalized wide matrices, in float32 or float64."""
+
+    def __call__(self, M: Tensor) -> Tensor:
+        """The direction of `M (..., n, m)`, in M's shape and dtype."""
+        return restore(self.solve(widen(M, self.eps)), M)
+
+    def precision(self, X: Tensor) -> torch.dtype:
+        """The dtype that the iteration on X has."""
+        if self.dtype is not None:
+            return self.dtype
+        if X.dtype == torch.float64:
+            return torch.float64
+        return torch.float16 if X.is_cuda else torch.float32
+
+
+@dataclass(frozen=True)
+class StandardNS(Solver):
+    """StandardNS, Algorithm A.1: `X <- (a I + b A + c A^2) X` with `A = X X^T`, for each triple.
+
+    With `POLAR_EXPRESS` it is the solver of PolarExpMuon, with `QUINTIC` that of the first Muon.
+
+    >>> D = StandardNS()(torch.eye(3, 5) * 7)
+    >>> bool(torch.dist(D, torch.eye(3, 5)) < 0.3)
+    True
+    """
+
+    schedule: Schedule = POLAR_EXPRESS
+    eps: float = EPS
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.schedule, self.eps, self.dtype)
+
+    def solve(self, X: Tensor) -> Tensor:
+        """The direction of a batch of normalized wide matrices."""
+        Y = X.to(self.precision(X))
+        for a, b, c in self.schedule.triples:
+            A = Y @ Y.mT  # (B, n, n)
+            Z = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            Y = torch.baddbmm(Y, Z, Y, beta=a)
+        return Y.to(X.dtype)
+
+
+@dataclass(frozen=True)
+class GramNS(Solver):
+    """GramNS, Algorithm A.2: the same polynomial, iterated on the n x n Gram matrix.
+
+    `restarts` counts completed iterations: `(2,)` rebuilds the Gram matrix after the second.
+    None takes what was measured to be right (docs/restarts.md): none in float64; `(2,)` in half
+    precision, which fails without one; in float32 none for n >= 256 and m >= 1.5 n, where a restart
+    only costs time, else `(3,)`, which is as cheap or guards a small ill-conditioned matrix.
+
+    >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    >>> direction, transform = GramNS().with_transform(M)
+    >>> bool(torch.dist(direction, transform @ normalize(M)) < 1e-5)
+    True
+    """
+
+    schedule: Schedule = GRAM
+    restarts: tuple[int, ...] | None = None
+    eps: float = EPS
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.schedule, self.eps, self.dtype)
+        if self.restarts is None:
+            return
+        last = self.schedule.steps - 1
+        restarts = tuple(self.restarts)
+        if sorted(set(restarts)) != list(restarts) or not all(
+            isinstance(k, int) and 1 <= k <= last for k in restarts
+        ):
+            raise ValueError(
+                f"restarts must be increasing integers from 1 to {last} (restart after that many of the "
+                f"{last + 1} iterations) or None, got {self.restarts!r}"
+            )
+        object.__setattr__(self, "restarts", restarts)
+
+    def restarts_at(self, n: int, m: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """The restarts of an iteration in `dtype` on a wide n x m matrix."""
+        if self.restarts is not None:
+            return self.restarts
+        if dtype in (torch.float16, torch.bfloat16):
+            after = 2
+        elif dtype == torch.float32 and (n < 256 or 2 * m < 3 * n):
+            after = 3
+        else:
+            return ()
+        return (after,) if after < self.schedule.steps else ()
+
+    def solve(self, X: Tensor) -> Tensor:
+        """The direction of a batch of normalized wide matrices."""
+        return self._iterate(X, compose=False)[0]
+
+    def solve_with_transform(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """The direction of a batch of normalized wide matrices, and its transform `Q (B, n, n)`."""
+        return self._iterate(X, compose=True)
+
+    def with_transform(self, M: Tensor) -> tuple[Tensor, Tensor]:
+        """FreshGNS, Algorithm A.3: the direction, and the left transform Q that makes it.
+
+        `direction = Q @ normalize(M)` in the wide orientation (of `M.mT` where M is tall). Q is
+        `(..., n, n)` with n the smaller side, in float32 (float64 for float64).
+        """
+        direction, Q = self.solve_with_transform(widen(M, self.eps))
+        return restore(direction, M), Q.reshape(*M.shape[:-2], *Q.shape[-2:])
+
+    def _iterate(self, X: Tensor, *, compose: bool) -> tuple[Tensor, Tensor]:
+        dtype = self.precision(X)
+        restarts = self.restarts_at(X.shape[-2], X.shape[-1], dtype)
+        Y = X.to(dtype)
+        Q, Q_tot = None, None  # None stands for the identity: it is never multiplied with
+        R = Y @ Y.mT
+        for k, (a, b, c) in enumerate(self.schedule.triples, start=1):
+            # With P formed at once and R <- (P R) P the rounding error is 2 to 10 times smaller than
+            # with the listing's a R + R Z, whose two terms nearly cancel (docs/restarts.md).
+            P = torch.baddbmm(R, R, R, beta=b, alpha=c)
+            P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
+            Q = P if Q is None else Q @ P
+            if k == self.schedule.steps:
+                break
+            if k in restarts:
+                Y = Q @ Y
+                Q_tot = _compose(Q.to(X.dtype), Q_tot) if compose else None
+                Q, R = None, Y @ Y.mT
+            else:
+                R = P @ R @ P
+        assert Q is not None
+        direction = (Q @ Y).to(X.dtype)
+        return direction, _compose(Q.to(X.dtype), Q_tot) if compose else Q
+
+
+@dataclass(frozen=True)
+class AutoNS(Solver):
+    """The cheaper of StandardNS and GramNS for the shape and precision, with one schedule.
+
+    In exact arithmetic both give the same direction. By their products of matrices GramNS is the
+    cheaper from m > 1.5 n on.
+
+    >>> AutoNS().choose(768, 768, torch.float32)
+    StandardNS(schedule=Schedule(...'gram'...
+    >>> AutoNS().choose(768, 3072, torch.float32)
+    GramNS(schedule=Schedule(...'gram'...
+    """
+
+    schedule: Schedule = GRAM
+    eps: float = EPS
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.schedule, self.eps, self.dtype)
+
+    def choose(self, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
+        """The solver that a wide n x m matrix gets when iterated in `dtype`."""
+        gram = GramNS(self.schedule, eps=self.eps, dtype=self.dtype)
+        K, s = self.schedule.steps, len(gram.restarts_at(n, m, dtype))
+        standard_products = K * (2 * m + n)
+        gram_products = 2 * (s + 1) * m + (K + 3 * (K - 1 - s)) * n
+        if gram_products < standard_products:
+            return gram
+        return StandardNS(self.schedule, eps=self.eps, dtype=self.dtype)
+
+    def solve(self, X: Tensor) -> Tensor:
+        """The direction of a batch of normalized wide matrices."""
+        return self.choose(X.shape[-2], X.shape[-1], self.precision(X)).solve(X)
+
+
+@dataclass(frozen=True)
+class ExactPolar(Solver):
+    """The exact polar factor `U V^T` by SVD in float64: the oracle, too slow to train with.
+
+    Singular values below `max(n, m) * 2^-52` of the largest (`dtype=None`; else that dtype's
+    precision) count as zero and stay zero, so a rank-deficient matrix gives a partial isometry.
+
+    >>> ExactPolar()(torch.tensor([[3.0, 0.0, 0.0], [0.0, -2.0, 0.0]]))
+    tensor([[ 1.,  0.,  0.],
+            [ 0., -1.,  0.]])
+    """
+
+    eps: float = EPS
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check(None, self.eps, self.dtype)
+
+    def solve(self, X: Tensor) -> Tensor:
+        """The direction of a batch of normalized wide matrices."""
+        U, S, Vh = torch.linalg.svd(X.double(), full_matrices=False)
+        floor = S[..., :1] * max(X.shape[-2:]) * torch.finfo(self.dtype or torch.float64).eps
+        direction: Tensor = (U * (S > floor).unsqueeze(-2)) @ Vh
+        return direction.to(X.dtype)
+
+
+def polar(M: Tensor, solver: Solver | None = None) -> Tensor:
+    """The polar factor of each matrix of `M (..., n, m)`; by default with the cheapest solver.
+
+    >>> polar(torch.eye(2, 3) * 5, solver=ExactPolar())
+    tensor([[1., 0., 0.],
+            [0., 1., 0.]])
+    """
+    return (AutoNS() if solver is None else solver)(M)
+
+
+def _compose(Q: Tensor, Q_tot: Tensor | None) -> Tensor:
+    return Q if Q_tot is None else Q @ Q_tot
+
+
+def _check(schedule: Schedule | None, eps: float, dtype: torch.dtype | None) -> None:
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"schedule must be a Schedule such as GRAM or Schedule([(a, b, c)]), got {schedule!r}"
+        )
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
