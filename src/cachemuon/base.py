@@ -234,7 +234,7 @@ class MatrixOptimizer(Optimizer):
         return {**totals, "hit_rate": hit_rate, "matrices": matrices}
 
     def events(self) -> dict[str, Event]:
-        """The last decision about each matrix, by name. Reads from the device."""
+        """The last decision of the gate about each matrix, by name. Reads from the device."""
         return {
             name: Event.of(counters, *residuals)
             for name, _, _, counters, residuals in self._records()

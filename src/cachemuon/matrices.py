@@ -120,23 +120,24 @@ def update_matrices(batch: list[Matrix], momentum: float, nesterov: bool, finite
 def apply_directions(batch: list[Matrix], directions: Tensor, finite: Tensor | None = None) -> None:
     """`W <- (1 - lr weight_decay) W - lr ratio D`; where a gradient was not finite, W stays.
 
-    `directions (B, n, m)` are overwritten.
+    `directions (B, n, m)` are overwritten. `finite=None` promises that every gradient is.
     """
     params = [x.param for x in batch]
-    if finite is not None:
-        directions = torch.where(finite.view(-1, 1, 1), directions, 0)
     steps = [
         (D.mT if x.tall else D).reshape(x.param.shape)
         for x, D in zip(batch, directions.unbind(0), strict=True)
     ]
-    decays = [x.group["lr"] * x.group["weight_decay"] for x in batch]
-    if any(x.group["weight_decay"] for x in batch):
-        if finite is None:
-            _multiply(params, [1 - decay for decay in decays])
-        else:
-            _multiply(params, [1 - decay * ok for decay, ok in zip(decays, finite.unbind(0), strict=True)])
+    decays = [1 - x.group["lr"] * x.group["weight_decay"] for x in batch]
     _multiply(steps, [-x.group["lr"] * _ratio_of(x) for x in batch])
-    torch._foreach_add_(params, steps)
+    if finite is None:
+        _multiply(params, decays)
+        torch._foreach_add_(params, steps)
+        return
+    moved = [param.clone() for param in params]
+    _multiply(moved, decays)
+    torch._foreach_add_(moved, steps)
+    for param, new, ok in zip(params, moved, finite.unbind(0), strict=True):
+        torch.where(ok, new, param, out=param)
 
 
 def _multiply(tensors: list[Tensor], factors: list[Any]) -> None:

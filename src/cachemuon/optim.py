@@ -20,7 +20,7 @@ from .matrices import Matrix, accumulate, apply_directions, batches, stack, upda
 from .polar import AutoNS, GramNS, Solver, StandardNS, normalize, normalizer, rescale
 from .probe import random_block
 from .schedules import QUINTIC, Schedule
-from .stats import AGE, NO_AGE, REFRESHES, Readback, count, new_counters
+from .stats import AGE, COLUMNS, NO_AGE, OUTCOMES, REFRESHES, Readback, count
 
 
 class Muon(MatrixOptimizer):
@@ -331,15 +331,10 @@ def _record(batch: list[Matrix], column: int, residuals: Tensor) -> None:
     torch._foreach_copy_(places, list(residuals.to(places[0].dtype).unbind(0)))
 
 
-_INCREMENTS = [
-    [after - before for after, before in zip(count(new_counters(), outcome), new_counters(), strict=True)]
-    for outcome in ("non-finite", "fresh")
-]
-
-
 def _count_on_device(batch: list[Matrix], finite: Tensor) -> None:
-    skipped, solved = torch.tensor(_INCREMENTS).to(finite.device, non_blocking=True)
-    increments = torch.where(finite.view(-1, 1), solved, skipped)
+    outcomes = torch.tensor([OUTCOMES.index("non-finite"), OUTCOMES.index("fresh")], device=finite.device)
+    columns = torch.arange(len(COLUMNS), device=finite.device)
+    increments = torch.where(finite, outcomes[1], outcomes[0]).view(-1, 1) == columns
     torch._foreach_add_([x.state["counters"][x.index] for x in batch], list(increments.unbind(0)))
 
 

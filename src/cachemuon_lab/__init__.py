@@ -1,0 +1,1 @@
+"""The laboratory of CacheMuon: models, data, training and the paper's experiments."""
