@@ -98,7 +98,8 @@ def _train(
 ) -> dict[int, dict[str, Tensor]]:
     data, window = corpus(), torch.arange(context + 1)
     opt = Muon(param_groups(model, adam={"lr": 2e-3}), lr=lr)
-    matrices = {n: m.weight for n, m in model.blocks.named_modules(prefix="blocks") if isinstance(m, nn.Linear)}
+    modules = model.blocks.named_modules(prefix="blocks")
+    matrices = {name: module.weight for name, module in modules if isinstance(module, nn.Linear)}
     recorded = {}
     for step in range(1, max(wanted) + 1):
         start = torch.randint(len(data) - context, (batch, 1))

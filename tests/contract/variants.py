@@ -150,7 +150,7 @@ class Task(NamedTuple):
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], Tensor]
     goal: float
-    """What part of the first loss may be left after `TRAINING_STEPS`; out of reach if matrices stand still."""
+    """What part of the first loss may be left after `TRAINING_STEPS`: less than Adam alone leaves."""
 
     def model(self, seed=0, dtype=torch.float32):
         torch.manual_seed(seed)

@@ -55,9 +55,6 @@ def muon_matrices(config, **options):
 both = pytest.mark.parametrize("config", [TINY, THIN], ids=["gpt2", "resnet"])
 
 
-# --- GPT-2 is GPT-2 --------------------------------------------------------------------------------------
-
-
 HUGGING_FACE = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -123,35 +120,40 @@ def test_logits_are_those_of_hugging_face(twins):
     tokens, _ = batch_for(TINY)
     expected = theirs(tokens).logits
     assert expected.std() > 1
-    # Two float64 roundings of one function: at most 3e-14 apart where logits reach 30.
-    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-12)
+    # Two float64 roundings of one function: measured 5e-15 apart, where logits reach 5.7.
+    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-13)
 
 
 def test_loss_and_gradients_are_those_of_hugging_face(twins):
     ours, theirs = twins
-    text = torch.cat([batch_for(TINY)[0][:, :1], batch_for(TINY)[1]], dim=1)[:, : TINY.context]
+    text, _ = batch_for(TINY)
     expected = theirs(text, labels=text).loss  # it shifts by itself
     actual = ours.loss(text[:, :-1], text[:, 1:])
     expected.backward()
     actual.backward()
-    # Hugging Face's loss is computed in float32, whose epsilon is 1.2e-7; so its gradients start there.
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0, check_dtype=False)
+    # Hugging Face takes the loss in float32, which rounds by 6e-8: the loss was 6e-8 apart, relatively,
+    # and the gradients, which start from there, 9e-8 of each tensor's largest entry.
+    torch.testing.assert_close(actual, expected, rtol=5e-7, atol=0, check_dtype=False)
     twin = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         grad = twin[hugging_face_name(name)].grad
         matrix = p.ndim == 2 and "embedding" not in name
-        torch.testing.assert_close(p.grad, grad.mT if matrix else grad, rtol=1e-5, atol=1e-6)
+        largest = grad.abs().max().item()
+        torch.testing.assert_close(p.grad, grad.mT if matrix else grad, rtol=0, atol=1e-6 * largest)
 
 
 def test_a_shorter_text_has_the_same_logits(twins):
     ours, theirs = twins
     tokens = batch_for(TINY)[0][:, :5]
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("count", [124_439_808, 774_030_080])
-def test_counts_agree_with_hugging_face(count):
-    config = {124_439_808: replace(GPT2_SMALL, bias=True), 774_030_080: GPT2_LARGE}[count]
+@pytest.mark.parametrize(
+    "config, count",
+    [(replace(GPT2_SMALL, bias=True), 124_439_808), (GPT2_LARGE, 774_030_080)],
+    ids=["small", "large"],
+)
+def test_counts_agree_with_hugging_face(config, count):
     with torch.device("meta"):
         theirs = hugging_face(config)
     assert size(config) == sum(p.numel() for p in theirs.parameters()) == count
@@ -220,15 +222,15 @@ def test_dropout_acts_in_training_only():
 
 
 def test_dropout_is_in_embeddings_attention_and_both_branches():
-    model = seeded(replace(TINY, dropout=0.1))
-    assert model.dropout.p == model.blocks[0].dropout.p == 0.1
-    block, x = model.blocks[0], torch.randn(4, 16, 24)
-    for part in (block.attention, block):
-        assert not torch.equal(part(x), part(x))
-    block.dropout.eval()  # the attention's own remains
-    assert not torch.equal(block(x), block(x))
-    block.attention.eval()
-    assert torch.equal(block(x), block(x))
+    model, calls = seeded(replace(TINY, dropout=0.1)), []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            assert module.p == 0.1
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    model(batch_for(TINY)[0])
+    assert calls == ["dropout"] + ["blocks.0.dropout"] * 2 + ["blocks.1.dropout"] * 2
+    attention, x = model.blocks[0].attention, torch.randn(4, 16, 24)  # this one is inside torch's kernel
+    assert not torch.equal(attention(x), attention(x))
 
 
 def test_the_head_is_the_embedding_and_stored_once():
@@ -241,9 +243,6 @@ def test_the_head_is_the_embedding_and_stored_once():
         model.token_embedding.weight[unseen] += 1
     changed = (model(tokens) != before).any(0).any(0)
     assert changed.nonzero().flatten().tolist() == [unseen]
-
-
-# --- ResNet-18 -------------------------------------------------------------------------------------------
 
 
 def test_resnet18_has_the_standard_count():
@@ -290,8 +289,8 @@ def test_resnet_is_its_reference():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
     expected = reference_resnet(model.state_dict(), images)
-    # Two float64 roundings of one function.
-    torch.testing.assert_close(model.eval()(images), expected, rtol=1e-10, atol=1e-12)
+    # Two float64 roundings of one function: measured 4e-14 apart, where logits reach 53.
+    torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=1e-12)
 
 
 def test_resnet_initial_weights():
@@ -300,15 +299,10 @@ def test_resnet_initial_weights():
         if isinstance(module, nn.Conv2d):
             out, _, *kernel = module.weight.shape
             std = math.sqrt(2 / (out * math.prod(kernel)))
-            # Five standard errors of a sample deviation.
-            assert module.weight.std().item() == pytest.approx(
-                std, rel=5 / math.sqrt(2 * module.weight.numel())
-            )
+            error = 1 / math.sqrt(2 * module.weight.numel())  # of a sample deviation, relatively
+            assert module.weight.std().item() == pytest.approx(std, rel=5 * error)
         elif isinstance(module, nn.BatchNorm2d):
             assert (module.weight == 1).all() and not module.bias.any()
-
-
-# --- What Muon gets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -334,9 +328,6 @@ def test_resnet_gives_muon_the_papers_21_matrices():
     assert len(matrices) == 21
     assert list(muon_matrices(RESNET18)) == list(matrices)[:-1]
     assert list(matrices)[-1] == "fc.weight"
-
-
-# --- What both share -------------------------------------------------------------------------------------
 
 
 @both
@@ -365,16 +356,21 @@ def test_metrics_stay_on_the_device(config):
 
 
 @both
-def test_the_loss_is_in_float32_for_a_model_in_bfloat16(config):
+@pytest.mark.parametrize("way", ["autocast", "bfloat16 weights"])
+def test_the_loss_is_in_float32_where_logits_are_in_bfloat16(config, way):
     model = seeded(config)
     inputs, targets = batch_for(config)
     exact = model.metrics(inputs, targets)["loss"]
-    with torch.autocast("cpu", torch.bfloat16):
+    if way == "bfloat16 weights":
+        model.bfloat16()
+        inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
         logits, metrics = model(inputs), model.metrics(inputs, targets)
+        loss = model.loss(inputs, targets)
     assert logits.dtype == torch.bfloat16
-    assert metrics["loss"].dtype == torch.float32
-    # bfloat16 has a relative precision of 0.4%; through these few layers it left 0.1% and 1% of the loss.
-    torch.testing.assert_close(metrics["loss"], exact, rtol=0.03, atol=0)
+    assert metrics["loss"].dtype == loss.dtype == torch.float32
+    # bfloat16 rounds by 0.4%; over six seeds the loss moved by at most 0.002% (gpt2) and 0.4% (resnet).
+    torch.testing.assert_close(metrics["loss"], exact, rtol=0.02, atol=0)
 
 
 @both
@@ -398,15 +394,18 @@ def test_gradients_against_finite_differences(config):
     inputs, targets = batch_for(config, count=2)
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     g = torch.Generator().manual_seed(3)
-    # Weights of size 1, because at 0.02 most gradients are smaller than what is tolerated.
     names, parameters = zip(*model.named_parameters(), strict=True)
-    values = [torch.randn(p.shape, dtype=torch.float64, generator=g).requires_grad_() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(torch.randn(p.shape, dtype=p.dtype, generator=g), alpha=0.1)
 
     def loss(*values):
         return functional_call(model, dict(zip(names, values, strict=True)), (inputs, targets))
 
-    # Along random directions (`fast_mode`): entry by entry the ResNet's 11,000 would take minutes.
-    assert torch.autograd.gradcheck(loss, values, fast_mode=True)
+    # What is tolerated is 1e-5: behind dead relus, say, every gradient would pass.
+    assert min(g.abs().max() for g in torch.autograd.grad(loss(*parameters), parameters)) > 1e-3
+    # Along random directions (`fast_mode`), because the ResNet has 11,301 entries.
+    assert torch.autograd.gradcheck(loss, parameters, fast_mode=True)
 
 
 @both
@@ -416,11 +415,12 @@ def test_overfits_one_batch_with_muon(config):
     groups = param_groups(model, head="adam" if config is TINY else "muon", adam={"lr": 1e-2})
     optimizer = Muon(groups, lr=2e-2)
     first = model.metrics(inputs, targets)["loss"].item()
-    for _ in range(60):
+    for _ in range(40 if config is TINY else 20):
         optimizer.zero_grad()
         model.loss(inputs, targets).backward()
         optimizer.step()
     last = model.metrics(inputs, targets)
+    # Measured over three seeds: 3% of the first loss for gpt2, 1% for resnet.
     assert last["loss"].item() < 0.1 * first
     if config is THIN:
         assert last["correct"] == 8
@@ -441,15 +441,13 @@ def test_built_on_meta_then_materialized_is_a_fresh_model(config):
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.fill_(7)  # what an empty tensor holds is anything
-    model.init_weights()
-    expected = seeded(config)
-    for name, value in model.state_dict().items():
-        if value.ndim > 1:
-            assert value.std().item() == pytest.approx(expected.state_dict()[name].std().item(), rel=0.5)
-        elif name != "fc.bias":
-            assert torch.equal(value, expected.state_dict()[name])
-    assert torch.isfinite(model.loss(*batch_for(config)))
+            tensor.fill_(7)  # what an empty tensor holds may be anything
+    expected = build(config)
+    for fresh in (model, expected):
+        torch.manual_seed(5)
+        fresh.init_weights()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
 
 
 def test_build_makes_what_the_configuration_describes():
@@ -472,12 +470,12 @@ def test_build_makes_what_the_configuration_describes():
         (lambda: replace(THIN, classes=None), r"classes must be an integer of at least 1, got None"),
         (lambda: build({"width": 4}), r"config must be a GPT2Config or a ResNetConfig, got \{'width': 4\}"),
         (
-            lambda: build(TINY)(torch.zeros(2, 17, dtype=torch.int64)),
+            lambda: build(TINY)(torch.zeros(2, 17).long()),
             r"tokens must .* at most the context, 16, got \(2, 17\)",
         ),
-        (lambda: build(TINY)(torch.zeros(5, dtype=torch.int64)), r"tokens must .*, got \(5,\)"),
+        (lambda: build(TINY)(torch.zeros(5).long()), r"tokens must .*, got \(5,\)"),
         (
-            lambda: build(TINY)(*torch.zeros(2, 2, 8, dtype=torch.int64).split(1)[:1]),
+            lambda: build(TINY)(torch.zeros(1, 2, 8).long()),
             r"tokens must .*, got \(1, 2, 8\)",
         ),
         (

@@ -17,7 +17,7 @@ LAYERS = (  # lowest first
     "theory",
     "groups",
     "matrices",
-    "distributed",
+    "base",
     "optim",
     "__init__",
 )

@@ -111,12 +111,11 @@ def test_it_follows_torchs_muon(adjust_lr_fn):
     start = {name: weight for name, (weight, _) in recorded_gradients().items()}
     for name in start:
         moved = torch.linalg.norm(torchs[-1][name] - start[name])
-        # Torch rounds the momentum and every product to bf16, 2^-8 = 0.4%. Jordan's polynomial amplifies
-        # small singular values about 500 times, rounding included: one direction is off by 2 to 7%
-        # (docs/restarts.md). The errors of 50 steps partly cancel; the path differs by 1.5 to 3.5%.
-        assert torch.linalg.norm(ours[-1][name] - torchs[-1][name]) < 0.06 * moved
-        # Iterating in bf16 as well leaves only that we normalize before rounding, torch after it.
-        assert torch.linalg.norm(same[-1][name] - torchs[-1][name]) < 0.06 * moved
+        # Torch rounds the momentum and every product to bf16, 2^-8 = 0.4%, and the five steps amplify
+        # that: 0.6% to 1.8% of the path here and at three times the width. Iterating in bf16 as well
+        # (0.8% to 2.3%) is no nearer: torch rounds before it normalizes, we after.
+        assert torch.linalg.norm(ours[-1][name] - torchs[-1][name]) < 0.03 * moved
+        assert torch.linalg.norm(same[-1][name] - torchs[-1][name]) < 0.03 * moved
 
 
 def test_the_shorthands_are_torchs():
@@ -132,7 +131,7 @@ def test_the_shorthands_are_torchs():
     assert optimizer.param_groups[0]["solver"].schedule.triples == (coefficients,) * 3
     for name, (start, _) in recording.items():
         moved = torch.linalg.norm(torchs[-1][name] - start)
-        assert torch.linalg.norm(ours[-1][name] - torchs[-1][name]) < 0.06 * moved
+        assert torch.linalg.norm(ours[-1][name] - torchs[-1][name]) < 0.03 * moved
     cached = CacheMuon([torch.nn.Parameter(torch.eye(2))], ns_steps=4)
     assert cached.param_groups[0]["solver"] == GramNS(type(QUINTIC)(QUINTIC.triples[:4]))
 

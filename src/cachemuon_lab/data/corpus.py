@@ -1,4 +1,4 @@
-"""The corpus that every machine already has: the running Python's own standard library, as bytes."""
+"""Where text comes from: the running Python's own standard library, text files, OpenWebText."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from cachemuon_lab.data.tokens import TokenBatches, Tokens
+from cachemuon_lab.data.tokens import TOKENIZERS, TokenBatches, Tokens
 
-BYTES = 256
-"""The vocabulary of a byte corpus."""
-
-END_OF_FILE = 0
-"""Stands after each file: text has no such byte."""
+BYTES, END_OF_FILE = TOKENIZERS["bytes"]
 
 VALIDATION_EVERY = 10
 """Files number 9, 19, 29, ... in the order of their paths are held out for validation."""
 
-LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "config-")
-"""Folders whose name starts so: installed packages; tests, which some distributions leave out; build records."""
+LEFT_OUT = ("site-packages", "dist-packages", "test", "idle_test", "config-")
+"""Folders whose name starts so: installed packages; tests, which some distributions lack; build records."""
 
 LEFT_OUT_FILES = ("_sysconfigdata", "sitecustomize.py", "usercustomize.py")
 """Files whose name starts so differ between two builds of one Python."""
+
+
+PASSAGE = 2**14
+"""Characters after which, at the end of the line, a long text file is cut into a next document."""
+
+OPENWEBTEXT = "Skylion007/openwebtext"
+"""The name of the data set on its hub."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class Corpus:
 
 
 def python_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
-    """The `.py` files of the standard library (or of `folder`), in the order of their paths, a zero byte after each.
+    """The `.py` files of the standard library, or of `folder`, in the order of their paths.
 
-    Every tenth file is held out. The result is the same for the same Python sources; its `sha256` says
-    which they were.
+    A zero byte stands after each file, and every tenth file is held out. The result is the same for the
+    same Python sources; its `sha256` says which they were.
 
     >>> corpus = python_corpus()
     >>> corpus.train.vocabulary, len(corpus.train) > 5_000_000
@@ -82,3 +85,25 @@ def _sources(root: Path) -> Iterator[str]:
         for name in files:
             if name.endswith(".py") and not name.startswith(LEFT_OUT_FILES):
                 yield Path(folder, name).relative_to(root).as_posix()
+
+
+def passages(paths: Iterable[Path]) -> Iterator[str]:
+    """The documents of UTF-8 files: each file is one, or several if it is longer than `PASSAGE`."""
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                while text := file.read(PASSAGE):
+                    yield text + file.readline()
+        except UnicodeDecodeError as error:
+            found = error.object[error.start : error.end]
+            raise ValueError(f"{path} is not UTF-8 text: {error.reason} {found!r}") from error
+
+
+def openwebtext_rows() -> Iterator[Mapping[str, str]]:
+    """The rows of OpenWebText, a `text` in each, streamed from the hub."""
+    from datasets import load_dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    try:
+        yield from load_dataset(OPENWEBTEXT, split="train", streaming=True)
+    except Exception as error:  # the hub's client has many, of several libraries
+        raise OSError(f"{OPENWEBTEXT} could not be streamed: {error}") from error

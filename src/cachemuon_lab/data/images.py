@@ -8,9 +8,8 @@ import math
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from cachemuon_lab.data import keyed_generator, slot_of
 
-OFFICIAL_MD5 = {
+OFFICIAL_MD5 = {  # binary version, then python version
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
     "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
@@ -33,59 +32,47 @@ OFFICIAL_MD5 = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-"""Of the files in the official archives, binary and python version."""
-
 SIDE, CHANNELS, CLASSES, PADDING = 32, 3, 10, 4
 PIXELS = CHANNELS * SIDE * SIDE
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 VALIDATION_BATCH_SIZE = 100
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Images uint8 `(n, 3, 32, 32)`, labels int64 `(n,)`, and the md5 of each file they came from."""
 
     images: Tensor
     labels: Tensor
-    md5: Mapping[str, str]
+    md5: dict[str, str]
 
 
-def read_cifar10(
-    folder: str | os.PathLike[str], checksums: Mapping[str, str] = OFFICIAL_MD5
-) -> tuple[Split, Split]:
+def read_cifar10(folder: Path, checksums: Mapping[str, str] = OFFICIAL_MD5) -> tuple[Split, Split]:
     """Training and test split from the files of `cifar-10-batches-bin` or `cifar-10-batches-py`.
 
     Training batches that are not there are left out; `Split.md5` says which were. Every file named in
     `checksums` must have that md5; of any other only the format is checked: whole records, labels below 10.
     """
-    folder = Path(folder)
     for suffix in (".bin", ""):
         train = [path for i in range(1, 6) if (path := folder / f"data_batch_{i}{suffix}").is_file()]
         test = folder / f"test_batch{suffix}"
         if train and test.is_file():
             return _read(train, checksums), _read([test], checksums)
-    raise ValueError(
-        f"{folder} has no CIFAR-10: it must hold test_batch.bin and one or more of data_batch_1.bin "
-        "to data_batch_5.bin, or the same files of the python version, whose names have no ending"
-    )
+    expected = "test_batch and some of data_batch_1 to data_batch_5, all with the ending .bin or all without"
+    raise ValueError(f"{folder} has no CIFAR-10: it must hold {expected}")
 
 
 def _read(paths: list[Path], checksums: Mapping[str, str]) -> Split:
     records, md5 = [], {}
     for path in paths:
         content = path.read_bytes()
-        md5[path.name] = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        expected = checksums.get(path.name, md5[path.name])
-        if md5[path.name] != expected:
-            raise ValueError(
-                f"{path} is damaged or not the official file: "
-                f"{len(content)} bytes with md5 {md5[path.name]} instead of {expected}"
-            )
+        found = md5[path.name] = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        if found != (expected := checksums.get(path.name, found)):
+            raise ValueError(f"{path} is not the official file: md5 {found}, not {expected}; damaged?")
         part = _binary_records(path, content) if path.suffix == ".bin" else _python_records(path, content)
         if part[:, 0].max() >= CLASSES:
             raise ValueError(f"{path} has label {part[:, 0].max()}, labels are 0 to {CLASSES - 1}")
         records.append(part)
-    table = torch.from_numpy(np.concatenate(records))  # a new array, since the parts are read-only
+    table = torch.from_numpy(np.concatenate(records))
     return Split(table[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE), table[:, 0].long(), md5)
 
 
@@ -100,28 +87,27 @@ def _python_records(path: Path, content: bytes) -> NDArray[np.uint8]:
     """The same rows from a Python 2 pickle of `data` and `labels`."""
     try:
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-        pixels, labels = batch[b"data"], np.asarray(batch[b"labels"], dtype=np.uint8)
+        pixels, labels = batch[b"data"], np.array(batch[b"labels"], dtype=np.uint8)
         if pixels.dtype != np.uint8 or pixels.shape != (len(labels), PIXELS) or not len(labels):
             raise ValueError(f"data is {pixels.dtype} {pixels.shape} for {len(labels)} labels")
-        return np.column_stack((labels, pixels))
-    except (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, OverflowError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{path} is no batch of CIFAR-10's python version: {error}") from error
+    return np.column_stack((labels, pixels))
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     """Builds plain numpy arrays and nothing else, so that a forged file can't run code."""
 
+    ALLOWED: ClassVar[dict[str, Any]] = {
+        "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],  # numpy 2 moved it elsewhere
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+    }
+
     def find_class(self, module: str, name: str) -> Any:
-        reconstruct = np.empty(0).__reduce__()[0]
-        allowed = {
-            ("numpy.core.multiarray", "_reconstruct"): reconstruct,
-            ("numpy", "ndarray"): np.ndarray,
-            # Python 2 wrote the two flags as integers, which numpy has deprecated.
-            ("numpy", "dtype"): lambda code, align, copy: np.dtype(code, align=bool(align), copy=bool(copy)),
-        }
-        if (module, name) not in allowed:
+        if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return allowed[module, name]
+        return self.ALLOWED[f"{module}.{name}"]
 
 
 def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
@@ -132,12 +118,10 @@ def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Te
     >>> torch.equal(crop_and_flip(image, middle, middle, torch.tensor([True])), image.flip(-1))
     True
     """
-    padded = torch.nn.functional.pad(images, (PADDING,) * 4)  # (b, 3, 40, 40)
-    line = torch.arange(SIDE)
-    rows = top[:, None] + line  # (b, 32)
-    columns = left[:, None] + torch.where(flip[:, None], line.flip(0), line)  # (b, 32)
-    image, channel = torch.arange(len(images))[:, None, None, None], torch.arange(CHANNELS)[:, None, None]
-    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    padded = torch.nn.functional.pad(images, (PADDING,) * 4)
+    windows = padded.unfold(2, SIDE, 1).unfold(3, SIDE, 1)  # a view (b, 3, 9, 9, 32, 32): every crop there is
+    crops = windows[torch.arange(len(images)), :, top, left]
+    return torch.where(flip[:, None, None, None], crops.flip(-1), crops)
 
 
 def normalize(images: Tensor) -> Tensor:
@@ -151,7 +135,7 @@ class ImageBatches:
 
     Each call of `train` returns `batch_size` images, and `calls_per_step` calls (micro-batches times ranks)
     share a step. The order is a pure function of (seed, epoch), crops and flips of (seed, step).
-    The last step of an epoch takes the images that remain.
+    The last step of an epoch takes the images that remain, dealt to its calls in turn.
     """
 
     def __init__(
@@ -163,16 +147,10 @@ class ImageBatches:
         checksums: Mapping[str, str] = OFFICIAL_MD5,
     ) -> None:
         if batch_size < 1 or calls_per_step < 1:
-            raise ValueError(
-                f"batch_size and calls_per_step must be at least 1: {batch_size}, {calls_per_step}"
-            )
-        self.folder, self.batch_size, self.seed, self.calls_per_step = (
-            Path(folder),
-            batch_size,
-            seed,
-            calls_per_step,
-        )
-        self._train, self._test = read_cifar10(folder, checksums)
+            raise ValueError(f"must be at least 1: {batch_size=}, {calls_per_step=}")
+        self.folder, self.seed = Path(folder), seed
+        self.batch_size, self.calls_per_step = batch_size, calls_per_step
+        self._train, self._test = read_cifar10(self.folder, checksums)
         if 0 < (rest := len(self._train.labels) % (batch_size * calls_per_step)) < calls_per_step:
             raise ValueError(f"the last step of an epoch has {rest} images for {calls_per_step} calls")
 
@@ -198,11 +176,9 @@ class ImageBatches:
         generator = keyed_generator("augment", self.seed, step)
         top, left = torch.randint(2 * PADDING + 1, (2, len(chosen)), generator=generator)
         flip = torch.randint(2, (len(chosen),), generator=generator).bool()
-        mine = slice(slot, None, self.calls_per_step)
-        images = self._train.images[chosen[mine]]
-        return normalize(crop_and_flip(images, top[mine], left[mine], flip[mine])), self._train.labels[
-            chosen[mine]
-        ]
+        chosen, top, left, flip = (drawn[slot :: self.calls_per_step] for drawn in (chosen, top, left, flip))
+        images = crop_and_flip(self._train.images[chosen], top, left, flip)
+        return normalize(images), self._train.labels[chosen]
 
     def validation(self, index: int) -> tuple[Tensor, Tensor]:
         """Test images number `100 * index` and following, normalized, in the order of the file."""
@@ -214,14 +190,9 @@ class ImageBatches:
     def describe(self) -> dict[str, Any]:
         """The files that were there with their md5, and how batches are drawn from them."""
         return {
-            "name": "CIFAR-10",
-            "folder": self.folder.name,
+            "name": self.folder.name,
             "md5": {**self._train.md5, **self._test.md5},
             "train_images": len(self._train.labels),
             "validation_images": len(self._test.labels),
-            "complete": len(self._train.md5) == 5,
-            "batch_size": self.batch_size,
-            "calls_per_step": self.calls_per_step,
-            "seed": self.seed,
-            "augmentation": "crop 32 of 40, flip",
+            **dict(batch_size=self.batch_size, calls_per_step=self.calls_per_step, seed=self.seed),
         }

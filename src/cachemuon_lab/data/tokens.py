@@ -1,10 +1,10 @@
-"""Token sequences, from nanoGPT's flat uint16 files or from memory, and random windows of them."""
+"""Tokenizers, token sequences in nanoGPT's flat uint16 files or in memory, and random windows of them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,48 @@ from cachemuon_lab.data import keyed_generator, slot_of
 FILE_DTYPE = np.dtype("<u2")
 """Two bytes for each token, the low one first: `train.bin` and `val.bin` of nanoGPT."""
 
-MAX_VOCABULARY = 2**16
+TOKENIZERS = {"gpt2": (50257, 50256), "bytes": (256, 0)}
+"""Size of the vocabulary, and the id that stands after each document."""
+
 CHUNK = 2**24  # tokens looked at together in a scan of the whole sequence
+
+
+def load_encode(
+    tokenizer: str, vocabulary_files: str | os.PathLike[str] | None = None
+) -> Callable[[list[str]], Sequence[Sequence[int]]]:
+    """The function that turns texts into ids, GPT-2's from tiktoken.
+
+    `vocabulary_files` is a folder with GPT-2's `encoder.json` and `vocab.bpe`, for machines that can't
+    download them.
+
+    >>> list(load_encode("bytes")(["hi"])[0])
+    [104, 105]
+    """
+    if tokenizer == "bytes":
+        return lambda texts: [text.encode("utf-8", "replace") for text in texts]
+    import tiktoken  # type: ignore[import-not-found, unused-ignore]
+
+    if vocabulary_files is None:
+        try:
+            encoding = tiktoken.get_encoding("gpt2")
+        except OSError as error:
+            hint = "pass vocabulary_files, a folder with its encoder.json and vocab.bpe"
+            raise OSError(f"GPT-2's vocabulary could not be downloaded: {hint} ({error})") from error
+    else:
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks as ranks  # type: ignore[import-not-found, unused-ignore]
+
+        encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+            mergeable_ranks=ranks(
+                os.path.join(vocabulary_files, "vocab.bpe"),
+                os.path.join(vocabulary_files, "encoder.json"),
+                "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+                "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+            ),
+            special_tokens={"<|endoftext|>": TOKENIZERS["gpt2"][1]},
+        )
+    return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
 
 
 class Tokens:
@@ -31,9 +71,11 @@ class Tokens:
             [2, 3, 4]])
     """
 
-    def __init__(self, name: str, ids: NDArray[np.integer[Any]], vocabulary: int) -> None:
-        if not 1 <= vocabulary <= MAX_VOCABULARY:
-            raise ValueError(f"vocabulary must be in [1, {MAX_VOCABULARY}], got {vocabulary}")
+    def __init__(self, name: str, ids: NDArray[np.unsignedinteger[Any]], vocabulary: int) -> None:
+        if not 1 <= vocabulary <= 2**16:
+            raise ValueError(f"vocabulary must be 1 to {2**16}, got {vocabulary}")
+        if ids.dtype.kind != "u" or ids.dtype.itemsize > FILE_DTYPE.itemsize:
+            raise ValueError(f"{name} must be uint8 or uint16, got {ids.dtype}")
         if len(ids) == 0:
             raise ValueError(f"{name} is empty: no tokens")
         self.name, self.vocabulary = name, vocabulary
@@ -43,13 +85,13 @@ class Tokens:
         return len(self._unchecked)
 
     @cached_property
-    def ids(self) -> NDArray[np.integer[Any]]:
+    def ids(self) -> NDArray[np.unsignedinteger[Any]]:
         """The ids. The first use reads all of them once: an id outside the vocabulary is a ValueError."""
         for first, chunk in self._chunks():
-            wrong = np.flatnonzero((chunk < 0) | (chunk >= self.vocabulary))
-            if len(wrong):
+            if chunk.max() >= self.vocabulary:
+                wrong = int(np.argmax(chunk >= self.vocabulary))
                 raise ValueError(
-                    f"{self.name} has id {chunk[wrong[0]]} at position {first + wrong[0]}, "
+                    f"{self.name} has id {chunk[wrong]} at position {first + wrong}, "
                     f"but the vocabulary has {self.vocabulary} ids"
                 )
         return self._unchecked
@@ -69,14 +111,9 @@ class Tokens:
 
     def describe(self) -> dict[str, Any]:
         """Name, size and checksum, for a run's record."""
-        return {
-            "name": self.name,
-            "tokens": len(self),
-            "vocabulary": self.vocabulary,
-            "sha256": self.sha256,
-        }
+        return dict(name=self.name, tokens=len(self), vocabulary=self.vocabulary, sha256=self.sha256)
 
-    def _chunks(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
+    def _chunks(self) -> Iterator[tuple[int, NDArray[np.unsignedinteger[Any]]]]:
         for first in range(0, len(self), CHUNK):
             yield first, np.asarray(self._unchecked[first : first + CHUNK])
 
@@ -150,13 +187,8 @@ class TokenBatches:
 
     def describe(self) -> dict[str, Any]:
         """Both sequences with their checksums, and how batches are drawn from them."""
-        return {
-            "train": self._train.describe(),
-            "validation": self._validation.describe(),
-            "context": self.context,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-        }
+        drawn = dict(context=self.context, batch_size=self.batch_size, seed=self.seed)
+        return dict(train=self._train.describe(), validation=self._validation.describe(), **drawn)
 
     def _pair(self, tokens: Tokens, starts: Tensor) -> tuple[Tensor, Tensor]:
         block = tokens.windows(starts, self.context + 1)

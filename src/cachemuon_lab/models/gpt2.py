@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of (B, T, d), the same shape."""
+        """(B, T, d) to (B, T, d)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, d/H)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -82,7 +82,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of (B, T, d), the same shape."""
+        """(B, T, d) to (B, T, d)."""
         y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return y
 
@@ -99,7 +99,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of (B, T, d), the same shape."""
+        """(B, T, d) to (B, T, d)."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x

@@ -56,7 +56,7 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Identity() if same else _conv_norm(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of (B, inputs, H, W), (B, outputs, H / stride, W / stride)."""
+        """(B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 

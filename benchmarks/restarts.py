@@ -1,0 +1,309 @@
+"""Where GramNS should restart: its error against float64, by precision, restart and kind of matrix.
+
+    python benchmarks/restarts.py [--quick] [--json docs/restarts.json]
+
+docs/restarts.md says what the tables mean. Half precision is emulated: a product is accumulated in
+float32 and rounded once, as on tensor cores, so the numbers do not depend on a CPU's kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Some virtual machines announce AMX but trap its tile instructions.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import argparse
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from momentum import record
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cachemuon import GRAM, GramNS, StandardNS
+from cachemuon.flops import Executed
+from cachemuon.polar import widen
+
+Restarts = tuple[int, ...]
+RESTARTS: tuple[Restarts, ...] = ((), (1,), (2,), (3,), (4,), (2, 3), (2, 4))
+LISTED: tuple[Restarts, ...] = ((), (1,), (2,), (3,))
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32, torch.float64)
+
+# (width, depth) of each GPT; the steps at which its momentum is taken; n of the synthetic matrices
+FULL = ((192, 2), (768, 1)), (1, 5, 20, 40), (16, 64, 256, 768)
+QUICK = ((64, 1),), (5,), (16, 64)
+
+
+class RoundedOnce(TorchDispatchMode):
+    """Products of half-precision matrices in float32, rounded at the end."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
+        if product and args[0].dtype in HALF:
+            return func(*(factor.float() for factor in args), **(kwargs or {})).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Case:
+    """One matrix, normalized and wide `(1, n, m)`; its errors by dtype name and column."""
+
+    kind: str
+    name: str
+    X: Tensor
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def spectra(n: int) -> Iterator[tuple[str, Tensor]]:
+    index = torch.arange(n, dtype=torch.float64)
+    yield "log to 1e-3", 10 ** (-3 * index / (n - 1))
+    yield "log to 1e-8", 10 ** (-8 * index / (n - 1))
+    yield "rank 1", (index < 1).double()
+    yield "rank 3", (index < 3).double()
+    yield "spiked", torch.where(index < 1, 1.0, 1e-3).double()
+    yield "half rank", (index < n // 2).double()
+
+
+def synthetic(sizes: Iterable[int]) -> Iterator[Case]:
+    for n in sizes:
+        for m in (n, 4 * n):
+            g = torch.Generator().manual_seed(n + m)
+            yield Case("Gaussian", f"{n} x {m}", widen(torch.randn(n, m, generator=g)))
+            U = torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64)).Q
+            V = torch.linalg.qr(torch.randn(m, n, generator=g, dtype=torch.float64)).Q
+            for kind, S in spectra(n):
+                yield Case(kind, f"{n} x {m}", widen(((U * S) @ V.mT).float()))
+
+
+def real(models: Iterable[tuple[int, int]], steps: Sequence[int]) -> Iterator[Case]:
+    for width, depth in models:
+        for step, matrices in record(width, depth, steps).items():
+            for name, M in matrices.items():
+                yield Case(f"momentum, width {width}", f"{name} at step {step}", widen(M))
+
+
+def listing(X: Tensor, S: frozenset[int], dtype: torch.dtype) -> Tensor:
+    """Algorithm A.2 as printed: `k in S` is tested before iteration k, and `a_k` never joins Z."""
+    identity = torch.eye(X.shape[-2], dtype=dtype).expand(len(X), -1, -1)
+    Y, Q = X.to(dtype), identity
+    R = Y @ Y.mT
+    for k, (a, b, c) in enumerate(GRAM.triples, start=1):
+        if k in S:
+            Y = Q @ Y
+            R, Q = Y @ Y.mT, identity
+        Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
+        Q = torch.baddbmm(Q, Q, Z, beta=a)
+        if k < GRAM.steps and k + 1 not in S:
+            RZ = torch.baddbmm(R, R, Z, beta=a)
+            R = torch.baddbmm(RZ, Z, RZ, beta=a)
+    return (Q @ Y).to(X.dtype)
+
+
+def measure(case: Case) -> None:
+    reference = StandardNS(GRAM).solve(case.X.double())
+    norm = torch.linalg.norm(reference)
+
+    def error(D: Tensor) -> float:
+        e = float(torch.linalg.norm(D - reference) / norm)
+        return math.inf if math.isnan(e) else e
+
+    for dtype in DTYPES:
+        X = case.X.double() if dtype == torch.float64 else case.X
+        row = case.errors.setdefault(name_of(dtype), {})
+        with RoundedOnce() if dtype in HALF else nullcontext():
+            if dtype in HALF:
+                row["input"] = error(StandardNS(GRAM).solve(X.to(dtype).double()))
+            if dtype != torch.float64:
+                row["StandardNS"] = error(StandardNS(GRAM, dtype=dtype).solve(X))
+                for restarts in LISTED:
+                    row[f"listing {label(restarts)}"] = error(
+                        listing(X, frozenset(k + 1 for k in restarts), dtype)
+                    )
+            for restarts in LISTED if dtype == torch.float64 else RESTARTS:
+                D, Q = GramNS(restarts=restarts, dtype=dtype).solve_with_transform(X)
+                row[label(restarts)] = error(D)
+                row[f"QX {label(restarts)}"] = error(Q @ X)
+
+
+def compare_kernels(cases: Iterable[Case]) -> dict[str, float]:
+    """By dtype: the largest factor between the errors of this CPU's half products and the emulated ones."""
+    factors = {name_of(dtype): 1.0 for dtype in HALF}
+    for case in cases:
+        reference = StandardNS(GRAM).solve(case.X.double())
+        for dtype in HALF:
+            D = GramNS(restarts=(2,), dtype=dtype).solve(case.X)
+            native = float(torch.linalg.norm(D - reference) / torch.linalg.norm(reference))
+            ratio = native / case.errors[name_of(dtype)]["2"]
+            factors[name_of(dtype)] = max(factors[name_of(dtype)], ratio, 1 / ratio)
+    return factors
+
+
+def growth(restarts: Restarts) -> float:
+    """The most that a small negative eigenvalue of R grows before the next restart, to first order.
+
+    One update takes an eigenvalue r to `r (a + b r + c r^2)^2`, so a small one grows by `a^2`.
+    """
+    largest = factor = 1.0
+    for k, (a, _, _) in enumerate(GRAM.triples[:-1], start=1):
+        factor = 1.0 if k in restarts else factor * a**2
+        largest = max(largest, factor)
+    return largest
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def label(restarts: Restarts) -> str:
+    return ",".join(map(str, restarts)) or "none"
+
+
+def number(x: float) -> str:
+    if not math.isfinite(x):
+        return "inf"
+    digits, _, exponent = (f"{x:.0e}" if x >= 100 else f"{x:.2g}").partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{number(median(values))} / {number(max(values))}"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    print(f"\n{title}\n")
+    for line in lines:
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |")
+
+
+def by_kind(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    kinds: dict[str, list[Case]] = {}
+    for case in cases:
+        kinds.setdefault(case.kind, []).append(case)
+    kinds["all momentum"] = [case for case in cases if case.kind.startswith("momentum")]
+    kinds["all synthetic"] = [case for case in cases if not case.kind.startswith("momentum")]
+    return kinds
+
+
+def error_table(title: str, cases: Sequence[Case], dtype: torch.dtype, columns: Sequence[str]) -> None:
+    def cells(members: Sequence[Case]) -> list[str]:
+        return [spread([case.errors[name_of(dtype)][column] for case in members]) for column in columns]
+
+    rows = [[kind, str(len(members)), *cells(members)] for kind, members in by_kind(cases).items()]
+    headings = [column.removeprefix("QX ") for column in columns]
+    table(f"{title}, {name_of(dtype)}: median / worst", ["matrices", "number", *headings], rows)
+
+
+def form_table(cases: Sequence[Case]) -> None:
+    rows = []
+    for dtype in DTYPES[:3]:
+        for kind in ("all momentum", "all synthetic"):
+            errors = [case.errors[name_of(dtype)] for case in by_kind(cases)[kind]]
+            for restarts in LISTED:
+                ours = [e[label(restarts)] for e in errors]
+                listed = [e[f"listing {label(restarts)}"] for e in errors]
+                both = [b / a for a, b in zip(ours, listed, strict=True) if math.isfinite(a + b)]
+                ratios = " / ".join(map(number, (min(both), median(both), max(both))))
+                rows.append(
+                    [name_of(dtype), kind, label(restarts), spread(ours), spread(listed), ratios],
+                )
+    headings = ["dtype", "matrices", "restarts", "(P R) P", "listing", "ratio: least / median / most"]
+    table("Direction, two forms of the update of R: median / worst", headings, rows)
+
+
+def size_table(cases: Sequence[Case]) -> None:
+    shapes: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        n, m = case.X.shape[-2:]
+        shapes.setdefault((n, m), []).append(case)
+    columns = ("StandardNS", "none", "2", "3")
+    rows = [
+        [f"{n} x {m}", str(len(members))]
+        + [spread([case.errors["float32"][column] for case in members]) for column in columns]
+        for (n, m), members in sorted(shapes.items())
+    ]
+    table("Direction, float32 by shape: median / worst", ["shape", "number", *columns], rows)
+
+
+def growth_table() -> None:
+    def cost(restarts: Restarts, m: int) -> str:
+        price = Executed(2, m, GRAM.steps, len(restarts))  # every term is of the third degree
+        return f"{price.gram / 8:g} / {price.transform / 8:g}"
+
+    rows = [
+        [label(restarts), f"{growth(restarts):.0f}"]
+        + [number(growth(restarts) * torch.finfo(dtype).eps / 2) for dtype in DTYPES]
+        + [cost(restarts, m) for m in (2, 3, 6, 8)]
+        for restarts in RESTARTS
+    ]
+    costs = [f"m = {ratio}" for ratio in ("n", "1.5n", "3n", "4n")]
+    title = "g: growth of a small eigenvalue of R; u: unit roundoff; FLOPs / n^3, without / with transform"
+    table(title, ["restarts", "g", *(f"g u, {name_of(dtype)}" for dtype in DTYPES), *costs], rows)
+
+
+def report(cases: Sequence[Case]) -> None:
+    names = [label(restarts) for restarts in RESTARTS]
+    growth_table()
+    for dtype in DTYPES:
+        columns = [c for c in ("input", "StandardNS", *names) if c in cases[0].errors[name_of(dtype)]]
+        error_table("Direction", cases, dtype, columns)
+    for dtype in DTYPES[:3]:
+        error_table("Q X", cases, dtype, [f"QX {name}" for name in names])
+    size_table(cases)
+    form_table(cases)
+
+
+def as_json(cases: Sequence[Case], kernels: dict[str, float]) -> str:
+    """One line for each case. Errors have two digits; null is an overflow or NaN."""
+    head = {
+        "schedule": GRAM.name,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]},
+        "growth": {label(restarts): float(f"{growth(restarts):.3g}") for restarts in RESTARTS},
+        "native_over_emulated": {dtype: float(f"{factor:.3g}") for dtype, factor in kernels.items()},
+    }
+    rows = []
+    for case in cases:
+        n, m = case.X.shape[-2:]
+        errors = {
+            dtype: {c: float(f"{e:.1e}") if math.isfinite(e) else None for c, e in row.items()}
+            for dtype, row in case.errors.items()
+        }
+        rows.append(json.dumps({"kind": case.kind, "name": case.name, "n": n, "m": m, "errors": errors}))
+    return json.dumps(head)[:-1] + ', "cases": [\n' + ",\n".join(rows) + "\n]}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small matrices only")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every error to PATH")
+    args = parser.parse_args()
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    models, steps, sizes = QUICK if args.quick else FULL
+    cases = [*real(models, steps), *synthetic(sizes)]
+    for i, case in enumerate(cases, start=1):
+        if sys.stderr.isatty():
+            print(f"\r{i} of {len(cases)}", end="", file=sys.stderr, flush=True)
+        measure(case)
+    kernels = compare_kernels(case for case in cases if case.X.shape[-2] == 64)
+    report(cases)
+    for dtype, factor in kernels.items():
+        print(f"\n{dtype}: errors with this CPU's own products within a factor of {factor:.2f}, n = 64")
+    if args.json:
+        args.json.write_text(as_json(cases, kernels))
+
+
+if __name__ == "__main__":
+    main()
