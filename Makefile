@@ -4,15 +4,15 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.dev-stamp
 
-.PHONY: help demo test lint bench format clean
+.PHONY: help demo test lint bench browser format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; \
 		do printf '  make %-8s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP) ## train a small model with the cache and without it
-	@$(RUN) examples/demo.py
+demo: $(STAMP) ## train a small GPT with fresh Muon and CacheMuon: a table, figures, a report
+	@$(VENV)/bin/cachemuon demo
 
 test: $(STAMP) ## all tests, and the examples inside docstrings
 	@$(RUN) -m pytest
@@ -24,6 +24,9 @@ lint: $(STAMP) ## ruff and mypy, changing nothing
 
 bench: $(STAMP) ## time and FLOPs of every solver on this machine
 	@$(RUN) benchmarks/solvers.py
+
+browser: $(STAMP) ## look at the report in Chromium (/usr/bin/chromium)
+	@$(RUN) -m pytest -n0 tests/browser
 
 format: $(STAMP) ## let ruff repair what it can
 	@$(RUN) -m ruff check --fix-only
@@ -40,5 +43,5 @@ $(STAMP): pyproject.toml constraints.txt
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with PYTHON=...")' \
 		&& $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing into $(VENV) ..."
-	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,lab]'
 	@touch $@

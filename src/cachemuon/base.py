@@ -207,13 +207,6 @@ class MatrixOptimizer(Optimizer):
             return saved.to(loaded.device, copy=True)
         return loaded.clone() if loaded.data_ptr() == saved.data_ptr() else loaded
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle; groups of an older version get the settings they lack."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in (self.defaults if group["use_muon"] else ADAM_DEFAULTS).items():
-                group.setdefault(key, value)
-
     def cache_stats(self) -> dict[str, Any]:
         """What was decided so far: totals, and under "matrices" the same for each matrix by name.
 

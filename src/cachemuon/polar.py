@@ -123,9 +123,8 @@ class GramNS(Solver):
     """GramNS, Algorithm A.2: the same polynomial, iterated on the n x n Gram matrix.
 
     `restarts` counts completed iterations: `(2,)` rebuilds the Gram matrix after the second.
-    None takes what was measured to be right (docs/restarts.md): none in float64; `(2,)` in half
-    precision, which fails without one; in float32 none for n >= 256 and m >= 1.5 n, where a restart
-    only costs time, else `(3,)`, which is as cheap or guards a small ill-conditioned matrix.
+    None is `(2,)`, measured to be the best place (docs/restarts.md), and no restart where it would only
+    cost time: in float64, and in float32 for n >= 256 and m >= 1.5 n.
 
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     >>> direction, transform = GramNS().with_transform(M)
@@ -157,13 +156,8 @@ class GramNS(Solver):
         """The restarts of an iteration in `dtype` on a wide n x m matrix."""
         if self.restarts is not None:
             return self.restarts
-        if dtype in (torch.float16, torch.bfloat16):
-            after = 2
-        elif dtype == torch.float32 and (n < 256 or 2 * m < 3 * n):
-            after = 3
-        else:
-            return ()
-        return (after,) if after < self.schedule.steps else ()
+        needless = dtype == torch.float64 or (dtype == torch.float32 and n >= 256 and 2 * m >= 3 * n)
+        return () if needless or self.schedule.steps < 3 else (2,)
 
     def solve(self, X: Tensor) -> Tensor:
         """The direction of a batch of normalized wide matrices."""

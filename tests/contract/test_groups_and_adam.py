@@ -124,6 +124,8 @@ def test_a_group_added_in_mid_run(make):
         alone.step()
     torch.testing.assert_close(params[:2], [first, late], rtol=0, atol=1e-5)  # other batches
     assert decisions(optimizer) == decisions(alone)
+    residuals, expected = (each.state[p]["residuals"] for each, p in ((optimizer, params[1]), (alone, late)))
+    torch.testing.assert_close(residuals, expected, rtol=1e-4, atol=0, equal_nan=True)  # other vectors: 10%
 
 
 @both_optimizers

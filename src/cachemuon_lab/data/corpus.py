@@ -25,7 +25,6 @@ LEFT_OUT = ("site-packages", "dist-packages", "test", "idle_test", "config-")
 LEFT_OUT_FILES = ("_sysconfigdata", "sitecustomize.py", "usercustomize.py")
 """Files whose name starts so differ between two builds of one Python."""
 
-
 PASSAGE = 2**14
 """Characters after which, at the end of the line, a long text file is cut into a next document."""
 

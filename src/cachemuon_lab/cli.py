@@ -1,0 +1,606 @@
+"""The command `cachemuon`: reads arguments, calls the laboratory, prints. `main` is where errors end.
+
+What takes long is imported by the command that needs it, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from cachemuon.flops import Cost, Shape
+    from cachemuon_lab.recipes import Recipe
+    from cachemuon_lab.record import Run
+    from cachemuon_lab.tables import Comparison
+
+RUNS = Path("runs")
+BARS = 8  # shown at a time; a sweep has 36
+LINES = 10  # for a run, where there is no terminal
+INTERRUPTED, WRONG = 130, 2
+
+app = typer.Typer(
+    help="CacheMuon's laboratory: the paper's experiments, one command each.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+preparation = typer.Typer(
+    help="Turn text into train.bin and val.bin. Interrupted, the same command goes on.", no_args_is_help=True
+)
+app.add_typer(preparation, name="prepare")
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `cachemuon train --list`.")]
+Kind = Annotated[
+    str | None,
+    typer.Option("--optimizer", help="polar, gram, cache, jordan, stale or adamw; else the recipe's first."),
+]
+Gamma = Annotated[float | None, typer.Option(help="CacheMuon's threshold.")]
+ProbeName = Annotated[str | None, typer.Option("--probe", help="CacheMuon's probe: exact or sketch.")]
+MaxAge = Annotated[int | None, typer.Option(help="Steps that cache or stale may reuse for.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, as steps=100 or optimizer.lr=0.02."),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to write; under runs/ if not given.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Begin anew in place of what is there.")]
+RunFolders = Annotated[
+    list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or folders that hold some.")
+]
+Vocabulary = Annotated[
+    Path | None,
+    typer.Option(help="A folder with GPT-2's encoder.json and vocab.bpe, if they can't be downloaded."),
+]
+Held = Annotated[float, typer.Option("--validation", help="The fraction of documents to hold out.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 if all went well, 2 with one line on stderr if not, 130 on Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(arguments, prog_name="cachemuon", standalone_mode=False) or 0
+        if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            code = _interrupted("interrupted", arguments)
+    except typer.TyperException as error:
+        code = _wrong(error.format_message())
+    except OSError as error:
+        code = _wrong(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ModuleNotFoundError as error:
+        code = _wrong(f"{error.name} is not installed: pip install 'cachemuon[lab]'")
+    except ValueError as error:
+        code = _wrong(str(error))
+    except Exception as error:
+        from cachemuon_lab.train import Interrupted
+
+        if not isinstance(error, Interrupted):
+            raise
+        code = _interrupted(f"stopped after step {error.step} of {error.folder}", arguments)
+    sys.exit(code)
+
+
+def _wrong(message: str) -> int:
+    print("cachemuon:", " ".join(message.split()), file=sys.stderr)
+    return WRONG
+
+
+def _interrupted(what: str, arguments: list[str]) -> int:
+    again = [word for word in arguments if word not in ("--overwrite", "--resume")]
+    again += ["--resume"] if again[:1] == ["train"] else []
+    print(f"cachemuon: {what}; to go on: cachemuon {shlex.join(again)}", file=sys.stderr)
+    return INTERRUPTED
+
+
+@app.command()
+def demo(
+    out: Out = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A toy of seconds, to see that all works.")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compare CacheMuon with fresh Muon on this machine, in minutes and without a download."""
+    from cachemuon_lab.compare import compare, demonstration
+
+    out = out or RUNS / ("demo-quick" if quick else "demo")
+    recipe, began = demonstration(quick=quick), time.perf_counter()
+    _say(f"{len(recipe.variants)} runs of {recipe.base.steps} steps, into {out}", sys.stderr)
+    with _progress() as show:
+        runs = compare(recipe, out, resume=not overwrite, on_progress=show)
+    comparison = _table(runs)
+    page = _pictures(runs, out, "cachemuon demo" + " --quick" * quick)
+    trained = sum(run.end["seconds"] for run in runs if run.end)
+    _say(f"{trained:.0f} s of training, {time.perf_counter() - began:.0f} s in all.")
+    _say(_conclusion(comparison))
+    _say(page)
+
+
+@preparation.command("openwebtext")
+def prepare_openwebtext(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")] = Path("data/openwebtext"),
+    vocabulary_files: Vocabulary = None,
+    validation: Held = 0.0005,
+) -> None:
+    """Stream OpenWebText from its hub and tokenize it."""
+    from cachemuon_lab.data.prepare import prepare_openwebtext as prepare
+
+    with _documents() as progress:
+        meta = prepare(out, vocabulary_files=vocabulary_files, validation=validation, progress=progress)
+    _say_prepared(meta, out)
+
+
+@preparation.command("text")
+def prepare_text(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="UTF-8 text files.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")] = Path("data/text"),
+    tokenizer: Annotated[str, typer.Option(help="gpt2 or bytes.")] = "gpt2",
+    vocabulary_files: Vocabulary = None,
+    validation: Held = 0.0005,
+) -> None:
+    """Tokenize text files."""
+    from cachemuon_lab.data.prepare import prepare_text as prepare
+
+    with _documents() as progress:
+        meta = prepare(
+            files,
+            out,
+            tokenizer,
+            vocabulary_files=vocabulary_files,
+            validation=validation,
+            progress=progress,
+        )
+    _say_prepared(meta, out)
+
+
+@app.command()
+def train(
+    recipe_name: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="One of those that --list shows.")
+    ] = None,
+    optimizer: Kind = None,
+    gamma: Gamma = None,
+    probe: ProbeName = None,
+    max_age: MaxAge = None,
+    settings: Set = None,
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    overwrite: Overwrite = False,
+    listing: Annotated[bool, typer.Option("--list", help="Show all recipes, and train nothing.")] = False,
+) -> None:
+    """Train one optimizer on a recipe. Under torchrun: on all of its processes."""
+    from cachemuon_lab.compare import configure, variant
+    from cachemuon_lab.recipes import recipe
+    from cachemuon_lab.train import train
+
+    if listing:
+        return _list_recipes()
+    if recipe_name is None:
+        raise ValueError("a recipe is needed: `cachemuon train --list` shows them")
+    chosen = recipe(recipe_name)
+    which = variant(chosen, optimizer, gamma=gamma, probe=probe, max_age=max_age)
+    config = configure(chosen, which, settings or ())
+    out = out or RUNS / config.name
+    with _processes() as first, _progress(first) as show:
+        label = {"label": config.optimizer.label, "run": 1, "runs": 1}
+        run = train(
+            config,
+            out,
+            resume=resume,
+            overwrite=overwrite,
+            on_progress=lambda state: show({**state, **label}),
+        )
+    if first:
+        _table([run])
+        _say(f"The run is in {out}.")
+
+
+@app.command()
+def compare(
+    recipe_name: RecipeName,
+    seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 1,
+    settings: Set = None,
+    extra: Annotated[
+        list[str] | None, typer.Option("--with", metavar="KIND", help="One more: adamw, stale, jordan.")
+    ] = None,
+    out: Out = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train all optimizers of a recipe on the same batches; print the table, write figures and report."""
+    from cachemuon_lab.compare import compare, variant
+    from cachemuon_lab.recipes import recipe
+
+    chosen = recipe(recipe_name)
+    variants = [*chosen.variants, *(variant(chosen, kind) for kind in extra or ())]
+    out = out or RUNS / chosen.name
+    with _processes() as first, _progress(first) as show:
+        runs = compare(
+            chosen,
+            out,
+            variants=variants,
+            seeds=seeds,
+            overrides=settings or (),
+            resume=not overwrite,
+            on_progress=show,
+        )
+    if first:
+        _table(runs)
+        given = [
+            f"--seeds {seeds}",
+            *(f"--set {one}" for one in settings or ()),
+            *(f"--with {k}" for k in extra or ()),
+        ]
+        _say(_pictures(runs, out, " ".join(["cachemuon compare", recipe_name, *given])))
+
+
+@app.command()
+def sweep(
+    recipe_name: RecipeName,
+    optimizer: Kind = None,
+    gamma: Gamma = None,
+    probe: ProbeName = None,
+    max_age: MaxAge = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Length of the proxy runs; the recipe's if not given.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="At most so many points now.")] = None,
+    prune: Annotated[
+        bool, typer.Option(help="End runs that are worse than the median of the others.")
+    ] = True,
+    settings: Set = None,
+    out: Out = None,
+) -> None:
+    """Search the paper's grid of 36 settings. The same command goes on with what is there."""
+    from cachemuon_lab.compare import variant
+    from cachemuon_lab.recipes import recipe
+    from cachemuon_lab.sweep import sweep
+
+    chosen = recipe(recipe_name)
+    out = out or RUNS / f"{chosen.name}-sweep"
+    with _processes() as first, _progress(first) as show:
+        result = sweep(
+            chosen,
+            out,
+            optimizer=variant(chosen, optimizer, gamma=gamma, probe=probe, max_age=max_age),
+            steps=steps,
+            overrides=settings or (),
+            trials=trials,
+            prune=prune,
+            on_progress=show,
+        )
+    if not first:
+        return
+    names = [key.rpartition(".")[2] for key in result.grid]
+    table = _new_table(
+        *names, result.measure, "steps", "", title=f"{chosen.name}, {result.base.optimizer.label}"
+    )
+    for trial in result.trials:
+        value = "-" if trial.value is None else f"{trial.value:.4f}"
+        numbers = (f"{trial.settings[key]:g}" for key in result.grid)
+        table.add_row(*numbers, value, f"{trial.steps:,}", "pruned" if trial.pruned else "")
+    _print(table)
+    if left := result.points - len(result.trials):
+        _say(f"{left} of {result.points} points are left; the same command goes on with them.")
+    if result.best is None:
+        return _say("No trial has been finished yet.")
+    _say("The best so far:" if left else "The best:")
+    _say("  " + " ".join(f"--set {override}" for override in result.overrides))
+    _say("  " + result.optimizer)
+
+
+@app.command()
+def diagnose(
+    recipe_name: RecipeName, settings: Set = None, out: Out = None, overwrite: Overwrite = False
+) -> None:
+    """Run a recipe's diagnostics, residual gate or ages of the transform, and draw them."""
+    from cachemuon_lab.compare import compare
+
+    twins = _diagnostics_of(recipe_name)
+    out = out or RUNS / f"{recipe_name}-diagnosed"
+    runs = []
+    with _processes() as first, _progress(first) as show:
+        for twin in twins:
+            runs += compare(
+                twin, out / twin.name, overrides=settings or (), resume=not overwrite, on_progress=show
+            )
+    if first:
+        _draw(runs, out / "figures")
+
+
+@app.command()
+def figures(
+    runs: RunFolders,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for the figures.")] = Path("figures"),
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="pdf, png or svg; all if not given.")
+    ] = None,
+) -> None:
+    """Draw every figure that the runs allow."""
+    _draw(_open_runs(runs), out, formats)
+
+
+@app.command()
+def report(
+    runs: RunFolders,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page, or its folder.")] = Path("report.html"),
+) -> None:
+    """Write an HTML page about the runs."""
+    from cachemuon_lab.report import write_report
+
+    _say(f"The report is {write_report(_open_runs(runs), out)}.")
+
+
+@app.command()
+def flops(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL|SHAPES...", help="gpt2-small, gpt2-large, resnet18, or as 768x3072."),
+    ],
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Devices that each orthogonalize everything.")] = 1,
+    hit_rate: Annotated[float | None, typer.Option(help="Also price CacheMuon, if this part hits.")] = None,
+) -> None:
+    """Price orthogonalization, by the paper's model and as executed."""
+    from cachemuon.flops import Executed, Paper, total
+
+    shapes = [shape for word in what for shape in _shapes(word)]
+    models: dict[str, Callable[[int, int], Cost]] = {
+        "the paper's model": Paper,
+        "executed, exact probe": partial(Executed, probe="exact", vectors=0),
+        "executed, sketched probe": Executed,
+    }
+    table = _new_table(
+        "shape", "matrices", "hit", "miss", "GramNS", "StandardNS", "break-even", title="GFLOPs of one call"
+    )
+    for name, model in models.items():
+        table.add_section()
+        table.add_row(Text(name, style="bold"))
+        for (rows, columns), count in Counter(shapes).items():
+            cost = model(rows, columns)
+            prices = (f"{price / 1e9:,.4g}" for price in (cost.hit, cost.miss, cost.gram, cost.standard))
+            table.add_row(f"{rows}x{columns}", str(count), *prices, f"{cost.break_even:.1%}")
+    _print(table)
+
+    sums: dict[str, list[float]] = {}
+    for model in models.values():
+        add = partial(total, shapes, steps, replicas=replicas, model=model)
+        sums.setdefault("GramMuon", []).append(add(solver="gram"))
+        sums.setdefault("PolarExpMuon", []).append(add(solver="standard"))
+        if hit_rate is not None:
+            sums.setdefault(f"CacheMuon, {hit_rate:.0%} hits", []).append(add(solver="cache", hits=hit_rate))
+    largest = max(value for row in sums.values() for value in row)
+    scale, unit = next(
+        (pair for pair in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if largest >= pair[0]), (1e6, "M")
+    )
+    on = f" on {replicas} replicas" if replicas > 1 else ""
+    title = f"{unit}FLOPs of {len(shapes)} matrices in {steps:,} step{'s' * (steps > 1)}{on}"
+    table = _new_table("", *models, title=title)
+    for label, row in sums.items():
+        table.add_row(label, *(f"{value / scale:,.2f}" for value in row))
+    _print(table)
+
+
+def _shapes(word: str) -> Sequence[Shape]:
+    from cachemuon.flops import GPT2_LARGE, GPT2_SMALL, RESNET18
+
+    models = {"gpt2-small": GPT2_SMALL, "gpt2-large": GPT2_LARGE, "resnet18": RESNET18}
+    if word in models:
+        return models[word]
+    rows, _, columns = word.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal()):
+        raise ValueError(f"expected {', '.join(models)} or a shape as 768x3072, got {word!r}")
+    return [(int(rows), int(columns))]
+
+
+def _list_recipes() -> None:
+    from cachemuon_lab.recipes import RECIPES
+
+    table = _new_table(
+        "recipe", "steps", "what", "optimizers", title="cachemuon train RECIPE", justify="left"
+    )
+    for recipe in RECIPES.values():
+        labels = "\n".join(one.label for one in recipe.variants)
+        table.add_row(recipe.name, f"{recipe.base.steps:,}", recipe.description, labels)
+        table.add_section()
+    _print(table)
+
+
+def _diagnostics_of(name: str) -> list[Recipe]:
+    """The recipe itself if it measures something, else its twins that do."""
+    from cachemuon_lab.recipes import RECIPES, recipe
+
+    chosen = recipe(name)
+    if chosen.base.diagnostics != "off":
+        return [chosen]
+    found = [RECIPES[twin] for twin in (f"{name}-diagnostics", f"{name}-ages") if twin in RECIPES]
+    if not found:
+        known = ", ".join(one.name for one in RECIPES.values() if one.base.diagnostics != "off")
+        raise ValueError(f"{name} has no diagnostics; these have: {known}")
+    return found
+
+
+def _open_runs(paths: Iterable[Path]) -> list[Run]:
+    from cachemuon_lab.record import CONFIG, Run
+
+    runs: list[Run] = []
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"there is no folder {path}")
+        folders = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
+        if not folders:
+            raise ValueError(f"{path} is no run, and holds none: no {CONFIG}")
+        runs += [Run.open(folder) for folder in folders]
+    return runs
+
+
+def _table(runs: list[Run]) -> Comparison:
+    from cachemuon_lab.tables import compare, to_rich
+
+    comparison = compare(runs)
+    _print(to_rich(comparison, width=_console().width))
+    return comparison
+
+
+def _pictures(runs: list[Run], out: Path, command: str) -> str:
+    """Figures and report of a comparison; returns where they are."""
+    from cachemuon_lab.figures import figures
+    from cachemuon_lab.report import write_report
+
+    figures(runs, out / "figures")
+    return f"The report is {write_report(runs, out, [command])}, its figures are in {out / 'figures'}."
+
+
+def _draw(runs: list[Run], out: Path, formats: Sequence[str] | None = None) -> None:
+    from cachemuon_lab.figures import figures
+
+    drawn = figures(runs, out, **({"formats": formats} if formats else {}))
+    for figure in drawn:
+        _say(f"{figure.name}: {', '.join(map(str, figure.paths)) or figure.caption}")
+
+
+def _conclusion(comparison: Comparison) -> str:
+    """In two sentences: what was saved, and what it cost in quality."""
+    gram = next(row for row in comparison.rows if row.kind == "gram")
+    saved, lost = [], []
+    for row in comparison.rows:
+        if row.kind != "cache":
+            continue
+        optimizer = row.runs[0].config.optimizer
+        name = f"gamma {optimizer.gamma:g}" + (" sketched" if optimizer.probe == "sketch" else "")
+        by_paper, executed = (row.cells[f"saved_{model}_gram"] for model in ("paper", "executed"))
+        if by_paper is not None and executed is not None:
+            saved.append(f"{name}: {by_paper.mean:.0%} ({executed.mean:.0%})")
+        if row.cells["loss"] is not None and gram.cells["loss"] is not None:
+            difference = round(row.cells["loss"].mean - gram.cells["loss"].mean, 3)
+            lost.append(f"{name}: {difference + 0.0:+.3f}")  # 0.0: so that nothing is -0
+    best = gram.cells["loss"]
+    return (
+        "Of GramMuon's orthogonalization FLOPs CacheMuon saved, by the paper's count (and as executed), "
+        f"{', '.join(saved)}.\n"
+        f"In quality it cost, against GramMuon's best validation loss of {best.mean if best else 0:.3f}, "
+        f"{', '.join(lost)}; this is one seed, and differences of a few hundredths are noise: "
+        "`cachemuon compare gpt2-nano --seeds 3` says more."
+    )
+
+
+@contextmanager
+def _processes() -> Iterator[bool]:
+    """Join the processes that torchrun started, if it did; whether this is the one that prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    import torch
+    from torch import distributed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield distributed.get_rank() == 0
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _progress(shown: bool = True) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What to call with the progress of runs: bars on a terminal, a line now and then elsewhere."""
+    console = _console(sys.stderr)
+    if not shown:
+        yield lambda state: None
+        return
+    if not console.is_terminal:
+        yield _print_line
+        return
+    columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), "{task.fields[told]}")
+    with Bars(*columns, TimeRemainingColumn(), console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(state: dict[str, Any]) -> None:
+            title = _title(state)
+            if title not in tasks:
+                tasks[title] = bars.add_task(title, total=state["steps"], told="")
+                for old in list(tasks.values())[:-BARS]:
+                    bars.update(old, visible=False)
+            bars.update(tasks[title], completed=state["step"], told=_told(state))
+
+        yield show
+
+
+def _print_line(state: dict[str, Any]) -> None:
+    if state["step"] % max(1, state["steps"] // LINES) == 0 or state["step"] == state["steps"]:
+        _say(f"{_title(state)}  step {state['step']}/{state['steps']}  {_told(state)}", sys.stderr)
+
+
+def _title(state: dict[str, Any]) -> str:
+    return f"{state['label']} ({state['run']}/{state['runs']})" if state["runs"] > 1 else str(state["label"])
+
+
+def _told(state: dict[str, Any]) -> str:
+    forms = {"loss": "loss {:.3f}", "validation": "validation {:.3f}"}
+    if state["hit_rate"] is not None:
+        forms |= {"hit_rate": "hits {:.0%}", "saved_flops": "saved {:.0%}"}
+    return "  ".join(form.format(state[key]) for key, form in forms.items() if state[key] is not None)
+
+
+@contextmanager
+def _documents() -> Iterator[Callable[[int, int], None]]:
+    """The same for documents and their tokens."""
+    from cachemuon_lab.data.prepare import progress_bar
+
+    if _console(sys.stderr).is_terminal:
+        with progress_bar() as show:
+            yield show
+        return
+    last = 0.0
+
+    def line(documents: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            _say(f"{documents:,} documents, {tokens:,} tokens", sys.stderr)
+
+    yield line
+
+
+def _say_prepared(meta: dict[str, Any], out: Path) -> None:
+    train, held = (f"{meta[split]['tokens']:,} tokens" for split in ("train", "val"))
+    _say(f"{meta['documents']:,} documents: {train} for training, {held} held out, in {out}.")
+    _say(f"To use them: --set data.path={out}")
+
+
+def _new_table(*columns: str, title: str, justify: Any = "right") -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify=justify if number else "left", overflow="fold")
+    return table
+
+
+def _console(file: Any = None) -> Console:
+    """A console for the stream as it is now; of 140 columns where it is no terminal."""
+    file = file or sys.stdout
+    return Console(file=file, width=None if file.isatty() else 140, highlight=False)
+
+
+def _print(what: Any) -> None:
+    _console().print(what)
+
+
+def _say(text: str, file: Any = None) -> None:
+    print(text, file=file or sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    main()

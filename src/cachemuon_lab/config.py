@@ -1,0 +1,367 @@
+"""What a run is: frozen dataclasses, written to JSON and read back strictly, changed by dotted overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from cachemuon_lab.models import GPT2Config, ModelConfig, ResNetConfig
+
+MODELS: dict[str, type[GPT2Config] | type[ResNetConfig]] = {"gpt2": GPT2Config, "resnet18": ResNetConfig}
+"""The tag that a model has in JSON, and its class."""
+
+LABELS = {
+    "polar": "PolarExpMuon",
+    "gram": "GramMuon",
+    "cache": "CacheMuon",
+    "jordan": "Muon (Jordan)",
+    "adamw": "AdamW",
+    "stale": "StaleMuon",
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where batches come from.
+
+    "python": the standard library's own sources as bytes (or those of the folder `path`); "tokens":
+    `train.bin` and `val.bin` in the folder `path`; "cifar10": CIFAR-10's files in the folder `path`.
+    `context` is the length of a window of tokens, the model's where it is None.
+    """
+
+    kind: Literal["python", "tokens", "cifar10"]
+    path: str | None = None
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "data.")
+        if self.context is not None:
+            _at_least("data.context", self.context, 1)
+            if self.kind == "cifar10":
+                raise ValueError(f"data.context must be None for kind 'cifar10', got {self.context!r}")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer by name, with the paper's defaults.
+
+    "polar", "gram", "jordan": Muon that solves at every step; "cache": CacheMuon, with `probe="exact"` the
+    paper's; "stale": GramMuon that reuses its previous direction outright, for `max_age` steps (None: 1);
+    "adamw": Adam for everything, by the `adam_` settings. `head` says whose the output layer is.
+
+    >>> OptimizerConfig("cache", gamma=2.0, probe="sketch").label
+    'CacheMuon gamma=2, sketch'
+    >>> OptimizerConfig("cache", gamma=2.0, probe="sketch").slug
+    'cache-gamma2-sketch'
+    """
+
+    kind: Literal["polar", "gram", "cache", "jordan", "adamw", "stale"]
+    lr: float = 1e-3
+    momentum: float = 0.95
+    weight_decay: float = 1e-4
+    gamma: float = 5.0
+    probe: Literal["exact", "sketch"] = "exact"
+    max_age: int | None = None
+    vectors: int = 8
+    adam_lr: float = 2e-3
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_weight_decay: float = 1e-4
+    head: Literal["adam", "muon"] = "adam"
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "optimizer.")
+        for name in ("lr", "weight_decay", "gamma", "adam_lr", "adam_weight_decay"):
+            _non_negative(f"optimizer.{name}", getattr(self, name))
+        for name, values in (("momentum", (self.momentum,)), ("adam_betas", self.adam_betas)):
+            if not all(0 <= value < 1 for value in values):
+                raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)!r}")
+        _at_least("optimizer.vectors", self.vectors, 1)
+        if self.max_age is not None:
+            _at_least("optimizer.max_age", self.max_age, 0)
+
+    @property
+    def label(self) -> str:
+        """The name for people: what tells this optimizer from the others of a comparison."""
+        parts = [LABELS[self.kind]]
+        if self.kind == "cache":
+            parts[0] += f" gamma={self.gamma:g}"
+            parts += ["sketch"] if self.probe == "sketch" else []
+        if self.kind in ("cache", "stale") and self.max_age is not None:
+            parts.append(f"max_age={self.max_age}")
+        return ", ".join(parts)
+
+    @property
+    def slug(self) -> str:
+        """The same, for the name of a folder."""
+        text = self.kind + self.label.removeprefix(LABELS[self.kind])
+        return text.replace(", ", "-").replace(" ", "-").replace("=", "").replace("max_age", "age")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate goes: a factor on every group's own, as a pure function of the step.
+
+    "plateau_linear": 1 for the first `constant_lr_ratio` of the steps, then linearly to `min_lr_ratio` at
+    the last. "cosine": `(1 + cos(pi e / E)) / 2` in epoch e = 0, 1, ... of E, as torch's
+    CosineAnnealingLR stepped once per epoch.
+
+    >>> ScheduleConfig("plateau_linear").factor(70, steps=100)
+    0.525
+    >>> round(ScheduleConfig("cosine").factor(51, steps=100, epoch=10), 6)
+    0.5
+    """
+
+    kind: Literal["plateau_linear", "cosine", "constant"]
+    constant_lr_ratio: float = 0.4
+    min_lr_ratio: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "schedule.")
+        if not 0 <= self.constant_lr_ratio < 1:
+            got = repr(self.constant_lr_ratio)
+            raise ValueError(f"schedule.constant_lr_ratio must be at least 0 and less than 1, got {got}")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"schedule.min_lr_ratio must be from 0 to 1, got {self.min_lr_ratio!r}")
+
+    def factor(self, step: int, steps: int, epoch: int = 1) -> float:
+        """The factor of step `step`, from 1 to `steps`; an epoch is `epoch` steps long."""
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "cosine":
+            return (1 + math.cos(math.pi * ((step - 1) // epoch) / math.ceil(steps / epoch))) / 2
+        plateau = self.constant_lr_ratio * steps
+        if step <= plateau:
+            return 1.0
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * (steps - step) / (steps - plateau)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    A step has `batch_size` examples in each of `accumulation * replicas` micro-batches, dealt to however
+    many processes there are. `replicas` is the number of devices of the experiment, each of which
+    orthogonalizes everything: it multiplies the FLOPs of the paper's model. `validation_batches=None`
+    validates on all there are. `diagnostics="gate"` measures every probe of a CacheMuon run, "age" the
+    transforms of `ages` steps ago in a GramMuon run, at every step that `diagnose_every` divides.
+    """
+
+    name: str
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    steps: int
+    batch_size: int
+    accumulation: int = 1
+    validate_every: int = 100
+    validation_batches: int | None = 25
+    seed: int = 0
+    autocast: Literal["bfloat16"] | None = None
+    checkpoint_every: int = 100
+    replicas: int = 1
+    diagnostics: Literal["off", "gate", "age"] = "off"
+    diagnose_every: int = 1
+    ages: tuple[int, ...] = field(default=(1, 2, 3, 5, 8, 13, 21))
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "")
+        if not self.name:
+            raise ValueError(f"name must not be empty, got {self.name!r}")
+        counts = ("steps", "batch_size", "accumulation", "validate_every", "checkpoint_every", "replicas")
+        for name in (*counts, "diagnose_every"):
+            _at_least(name, getattr(self, name), 1)
+        if self.validation_batches is not None:
+            _at_least("validation_batches", self.validation_batches, 1)
+        if not self.ages or list(self.ages) != sorted(set(self.ages)) or min(self.ages) < 1:
+            raise ValueError(f"ages must be increasing integers of at least 1, got {self.ages!r}")
+        needed = {"gate": "cache", "age": "gram"}.get(self.diagnostics, self.optimizer.kind)
+        if self.optimizer.kind != needed:
+            got = repr(self.optimizer.kind)
+            raise ValueError(
+                f"optimizer.kind must be {needed!r} for diagnostics={self.diagnostics!r}, got {got}"
+            )
+        kinds = ("python", "tokens") if isinstance(self.model, GPT2Config) else ("cifar10",)
+        if self.data.kind not in kinds:
+            allowed = " or ".join(map(repr, kinds))
+            raise ValueError(f"data.kind must be {allowed} for this model, got {self.data.kind!r}")
+        if isinstance(self.model, GPT2Config) and (self.data.context or 1) > self.model.context:
+            raise ValueError(
+                f"data.context must be at most model.context={self.model.context}, got {self.data.context!r}"
+            )
+
+    def to_json(self) -> str:
+        """The run as JSON text; `from_json` reads it back to an equal run."""
+        return json.dumps(_plain(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        """The run that `to_json` wrote; an unknown or missing key is an error."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a run's configuration must be JSON, got {text[:60]!r}: {error}") from error
+        run: RunConfig = _typed(cls, values, "")
+        return run
+
+
+def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """The run with settings changed: "key=value" each, dotted for what lies deeper, None as "none".
+
+    All are applied before the result is checked, so their order does not matter. A list is written with
+    commas: "ages=1,2,4".
+
+    >>> from cachemuon_lab.models import ResNetConfig
+    >>> gram, cosine = OptimizerConfig("gram"), ScheduleConfig("cosine")
+    >>> run = RunConfig("r", ResNetConfig(), DataConfig("cifar10"), gram, cosine, steps=10, batch_size=4)
+    >>> with_overrides(run, ["optimizer.lr=0.02", "steps=100"]).optimizer.lr
+    0.02
+    """
+    values = _plain(config)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"an override must be key=value, got {override!r}")
+        *path, last = key.strip().split(".")
+        owner: dict[str, Any] = values
+        hint: Any = RunConfig
+        for part in path:
+            owner, hint = owner.get(part, {}), _member(hint, part, owner, key)
+        hint = _member(hint, last, owner, key)
+        if dataclasses.is_dataclass(hint):
+            inner = ", ".join(f"{key}.{name}" for name in get_type_hints(hint))
+            raise ValueError(f"{key!r} is no single value; set one of {inner}")
+        owner[last] = _parsed(hint, text.strip(), key)
+    changed: RunConfig = _typed(RunConfig, values, "")
+    return changed
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two runs differ, with both values."""
+    first, second = _flat(_plain(one)), _flat(_plain(other))
+    keys = [*first, *(key for key in second if key not in first)]
+    return {
+        key: (first.get(key), second.get(key))
+        for key in keys
+        if first.get(key, keys) != second.get(key, keys)
+    }
+
+
+def _member(cls: Any, name: str, values: dict[str, Any], key: str) -> Any:
+    """The type of the field `name` of a class whose values are given; of a model, the one that it is."""
+    hints = get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    if name not in hints:
+        raise ValueError(f"unknown key {key!r}; known in place of {name!r}: {', '.join(hints) or 'nothing'}")
+    return MODELS[values[name]["kind"]] if hints[name] == ModelConfig else hints[name]
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        values[item.name] = _plain(value) if dataclasses.is_dataclass(value) else value
+        if isinstance(value, tuple):
+            values[item.name] = list(value)
+    tags = [kind for kind, cls in MODELS.items() if type(config) is cls]
+    return {"kind": tags[0], **values} if tags else values
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _typed(hint: Any, value: Any, key: str) -> Any:
+    """`value`, as JSON has it, in the type that `hint` asks for."""
+    if hint == ModelConfig:
+        kind = value.get("kind") if isinstance(value, dict) else value
+        if kind not in MODELS:
+            raise ValueError(f"{key}.kind must be one of {', '.join(map(repr, MODELS))}, got {kind!r}")
+        return _typed(MODELS[kind], {k: v for k, v in value.items() if k != "kind"}, key)
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        if not isinstance(value, dict):
+            raise ValueError(f"{key or 'a run'} must be an object, got {value!r}")
+        hints, prefix = get_type_hints(hint), f"{key}." if key else ""
+        required = {f.name for f in dataclasses.fields(hint) if f.default is dataclasses.MISSING}
+        if wrong := sorted(value.keys() - hints.keys()):
+            raise ValueError(f"unknown key {prefix + wrong[0]!r}: {key or 'a run'} has {', '.join(hints)}")
+        if missing := sorted(required - value.keys()):
+            raise ValueError(f"{prefix + missing[0]} is missing")
+        return hint(**{name: _typed(hints[name], item, prefix + name) for name, item in value.items()})
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{key} must be a list, got {value!r}")
+        parts = get_args(hint)
+        inner = [parts[0]] * len(value) if parts[-1] is Ellipsis else list(parts)
+        if len(inner) != len(value):
+            raise ValueError(f"{key} must have {len(inner)} values, got {value!r}")
+        return tuple(_typed(part, item, key) for part, item in zip(inner, value, strict=True))
+    choices = _alternatives(hint)
+    if value is None and NoneType in choices:
+        return None
+    if any(get_origin(choice) is Literal for choice in choices):
+        return value  # checked by its owner
+    if float in choices and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) not in choices:
+        raise ValueError(f"{key} must be {_described(hint)}, got {value!r}")
+    return value
+
+
+def _parsed(hint: Any, text: str, key: str) -> Any:
+    """The text of an override as JSON would have it, in the type that `hint` asks for."""
+    choices = _alternatives(hint)
+    if NoneType in choices and text.lower() in ("none", "null"):
+        return None
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)[0]
+        return [_parsed(inner, part.strip(), key) for part in text.strip("()[]").split(",") if part.strip()]
+    if bool in choices and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        if number in choices:
+            try:
+                return number(text)
+            except ValueError:
+                raise ValueError(f"{key} must be {_described(hint)}, got {text!r}") from None
+    if bool in choices:
+        raise ValueError(f"{key} must be true or false, got {text!r}")
+    return text
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    origin = get_origin(hint)
+    return (hint,) if origin in (None, Literal, tuple) else get_args(hint)
+
+
+def _described(hint: Any) -> str:
+    words = {int: "an integer", float: "a number", str: "a text", bool: "true or false", NoneType: "none"}
+    return " or ".join(words.get(choice, str(choice)) for choice in _alternatives(hint))
+
+
+def _check_choices(config: Any, prefix: str) -> None:
+    for name, hint in get_type_hints(type(config)).items():
+        options: list[Any] = []
+        for choice in _alternatives(hint):
+            options += get_args(choice) if get_origin(choice) is Literal else [None] * (choice is NoneType)
+        if any(option is not None for option in options) and getattr(config, name) not in options:
+            allowed = ", ".join(map(repr, options))
+            raise ValueError(f"{prefix}{name} must be one of {allowed}, got {getattr(config, name)!r}")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _non_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be a number >= 0, got {value!r}")

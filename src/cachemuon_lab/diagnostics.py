@@ -1,0 +1,158 @@
+"""Measurements beside a run, which they never change: the paper's residual gate and age diagnostics.
+
+An observer is asked before and after each optimizer step and returns lines for the record. It reads the
+optimizer's state and computes on copies, from no random numbers, so that a run with it takes the same
+steps, bit for bit, as one without.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from torch.optim.optimizer import Optimizer
+
+from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
+from cachemuon.groups import matrix_shape
+from cachemuon_lab.config import RunConfig
+
+Line = dict[str, Any]
+
+
+class Observer(Protocol):
+    """What a run asks: `before` and `after` each optimizer step, numbered from 1."""
+
+    def before(self, step: int) -> None:
+        """The gradients are there, the optimizer has not stepped yet."""
+
+    def after(self, step: int) -> list[Line]:
+        """The optimizer has stepped. Returns lines for the record, without their step."""
+
+
+def make_observer(config: RunConfig, optimizer: Optimizer) -> Observer | None:
+    """The observer that a run's `diagnostics` asks for; None if they are off."""
+    if config.diagnostics == "gate":
+        return GateObserver(optimizer, config.diagnose_every)
+    if config.diagnostics == "age":
+        return AgeObserver(optimizer, config.ages, config.diagnose_every)
+    return None
+
+
+class GateObserver:
+    """At each probe of CacheMuon: what the gate decided on, and how good the cached direction really was.
+
+    Of the candidate `Q X` and the fresh direction of the same normalized momentum X: the candidate's exact
+    residual, whichever probe decided, and the cosine of the two as vectors. `age` counts the steps since
+    the transform was made, this one included.
+    """
+
+    def __init__(self, optimizer: Optimizer, every: int = 1) -> None:
+        if not isinstance(optimizer, CacheMuon):
+            raise ValueError(f"optimizer must be a CacheMuon, got {type(optimizer).__name__}")
+        self.optimizer, self.every = optimizer, every
+        self._cached: dict[str, tuple[Tensor, int]] = {}
+
+    def before(self, step: int) -> None:
+        """Copy the transforms: a miss will overwrite its own."""
+        self._cached = {}
+        if step % self.every:
+            return
+        ages = {name: entry["age"] for name, entry in self.optimizer.cache_stats()["matrices"].items()}
+        for name, state, _, index in _matrices(self.optimizer):
+            if "transform" in state and ages[name] is not None:
+                transform = state["transform"] if state["transform"].ndim == 2 else state["transform"][index]
+                self._cached[name] = transform.clone(), ages[name] + 1
+
+    @torch.no_grad()
+    def after(self, step: int) -> list[Line]:
+        """A "probe" line for every matrix whose transform was probed."""
+        lines: list[Line] = []
+        events = self.optimizer.events() if self._cached else {}
+        for name, state, group, index in _matrices(self.optimizer):
+            if name not in self._cached or events[name].outcome not in ("hit", "residual"):
+                continue
+            Q, age = self._cached.pop(name)
+            X = _normalized(state, group, index)
+            candidate = CacheGNS(group["solver"]).apply(X, Q.unsqueeze(0))
+            fresh = group["solver"].solve(X)
+            measured = {"residual": exact_residual(candidate).item(), "cosine": _cosine(candidate, fresh)}
+            lines.append(
+                {"kind": "probe", "name": name, **measured, "accepted": events[name].hit, "age": age}
+            )
+        return lines
+
+
+class AgeObserver:
+    """In a run that solves at every step: the cosine of `Q_(t-h) X_t` to the fresh direction, for ages h.
+
+    The transforms are kept for this alone. A run that was resumed has none at first, and its first lines
+    of age h come h steps later.
+    """
+
+    def __init__(self, optimizer: Optimizer, ages: tuple[int, ...], every: int = 1) -> None:
+        if not isinstance(optimizer, Muon):
+            raise ValueError(f"optimizer must be a Muon, got {type(optimizer).__name__}")
+        for group in optimizer.param_groups:
+            if group["use_muon"] and not isinstance(group["solver"], GramNS):
+                raise ValueError(
+                    f"solver must be a GramNS, which yields a transform, got {group['solver']!r}"
+                )
+        self.optimizer, self.ages, self.every = optimizer, ages, every
+        self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=max(ages) + 1)
+
+    def before(self, step: int) -> None:
+        """Nothing: the momentum of this step is not known yet."""
+
+    @torch.no_grad()
+    def after(self, step: int) -> list[Line]:
+        """An "age" line for every matrix and every age whose transform is kept."""
+        due = step % self.every == 0
+        if not due and all((step + age) % self.every for age in self.ages):
+            return []  # no measurement will ask for this step's transforms
+        lines: list[Line] = []
+        transforms: dict[str, Tensor] = {}
+        kept = dict(self._kept)
+        for name, state, group, index in _matrices(self.optimizer):
+            X = _normalized(state, group, index)
+            fresh, transforms[name] = group["solver"].solve_with_transform(X)
+            for age in self.ages if due else ():
+                if name in kept.get(step - age, {}):
+                    candidate = CacheGNS(group["solver"]).apply(X, kept[step - age][name])
+                    lines.append(
+                        {"kind": "age", "name": name, "age": age, "cosine": _cosine(candidate, fresh)}
+                    )
+        self._kept.append((step, transforms))
+        while self._kept[0][0] <= step - max(self.ages):
+            self._kept.popleft()
+        return lines
+
+
+def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], int]]:
+    """Name, state, group and index of every matrix that has been stepped, named as in `cache_stats()`."""
+    for number, group in enumerate(optimizer.param_groups):
+        if not group["use_muon"]:
+            continue
+        names = group.get("param_names") or [f"group{number}.param{i}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            state = optimizer.state.get(param, {})
+            if "momentum_buffer" in state:
+                count = matrix_shape(param.shape, group["view"])[0]
+                for index in range(count):
+                    yield name if count == 1 else f"{name}[{index}]", state, group, index
+
+
+def _normalized(state: dict[str, Any], group: dict[str, Any], index: int) -> Tensor:
+    """What the solver was given, `(1, n, m)`, normalized and wide."""
+    if group["nesterov"]:
+        raise ValueError("diagnostics read the momentum, so nesterov must be False, got True")
+    momentum: Tensor = state["momentum_buffer"]
+    M = momentum.view(matrix_shape(momentum.shape, group["view"]))[index]
+    return normalize(M.mT if M.shape[0] > M.shape[1] else M, group["eps"]).unsqueeze(0)
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(cosine_similarity(one.flatten().double(), other.flatten().double(), dim=0))

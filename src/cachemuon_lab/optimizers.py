@@ -1,0 +1,190 @@
+"""The optimizers of the experiments, from their configuration: among them the baseline of mere reuse.
+
+`Meter` steps an optimizer and tells what that took.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from cachemuon import (
+    POLAR_EXPRESS,
+    QUINTIC,
+    CacheMuon,
+    GramNS,
+    Muon,
+    Solver,
+    StandardNS,
+    flops,
+    normalize,
+    param_groups,
+)
+from cachemuon.base import MatrixOptimizer
+from cachemuon.groups import matrix_shape
+from cachemuon.matrices import Matrix, accumulate, apply_directions, batches, stack, update_matrices
+from cachemuon.stats import COLUMNS, OUTCOMES
+from cachemuon_lab.config import OptimizerConfig
+
+SOLVERS: dict[str, Solver] = {
+    "polar": StandardNS(POLAR_EXPRESS),
+    "gram": GramNS(),
+    "jordan": StandardNS(QUINTIC),
+    "stale": GramNS(),
+}
+
+MISSES = tuple(outcome for outcome in OUTCOMES if outcome != "hit")
+
+
+def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    """The optimizer that a configuration describes, for all trainable parameters of the model.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> make_optimizer(OptimizerConfig("cache", gamma=2.0), model).defaults["gamma"]
+    2.0
+    """
+    adam: dict[str, Any] = {
+        "lr": config.adam_lr,
+        "betas": config.adam_betas,
+        "eps": 1e-8,
+        "weight_decay": config.adam_weight_decay,
+    }
+    if config.kind == "adamw":
+        return torch.optim.AdamW(model.named_parameters(), **adam)
+    groups = param_groups(model, head=config.head, adam=adam)
+    muon: dict[str, Any] = {
+        "lr": config.lr,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+    }
+    if config.kind == "cache" and config.probe == "exact" and config.max_age is None:
+        return CacheMuon.paper(groups, gamma=config.gamma, **muon)
+    if config.kind == "cache":
+        muon |= {"probe": config.probe, "vectors": config.vectors, "max_age": config.max_age}
+        return CacheMuon(groups, gamma=config.gamma, **muon)
+    if config.kind == "stale":
+        return StaleMuon(groups, max_age=1 if config.max_age is None else config.max_age, **muon)
+    return Muon(groups, solver=SOLVERS[config.kind], **muon)
+
+
+class StaleMuon(Muon):
+    """GramMuon that solves, then takes the same direction again for the next `max_age` steps.
+
+    Reuse without any cost or check: what a cache must be better than. A reused direction counts as a hit,
+    and costs no FLOPs.
+
+    >>> W = nn.Parameter(torch.zeros(2, 3))
+    >>> optimizer = StaleMuon([W], max_age=1)
+    >>> for _ in range(4):
+    ...     W.grad = torch.randn(2, 3)
+    ...     optimizer.step()
+    >>> optimizer.cache_stats()["hits"]
+    2
+    """
+
+    def __init__(self, params: ParamsT, *, max_age: int = 1, **settings: Any) -> None:
+        super().__init__(params, solver=SOLVERS["stale"], **settings)
+        self.defaults["max_age"] = max_age
+        for group in self.param_groups:
+            if group["use_muon"]:
+                group.setdefault("max_age", max_age)
+
+    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        for batch in batches(matrices, key=_settings):
+            group = batch[0].group
+            finite = accumulate(batch, group["momentum"])
+            reuse = (group["step"] - 1) % (group["max_age"] + 1) > 0
+            if not reuse:
+                U = update_matrices(batch, group["momentum"], group["nesterov"], finite)
+                D = group["solver"].solve(normalize(U, group["eps"]))
+                torch._foreach_copy_([_direction(x) for x in batch], list(D.unbind(0)))
+            apply_directions(batch, stack([_direction(x) for x in batch]).clone(), finite)
+            for x, ok in zip(batch, finite.unbind(0), strict=True):
+                x.state["counters"][x.index, COLUMNS.index("hit" if reuse else "fresh")] += ok
+                x.state["counters"][x.index, COLUMNS.index("non-finite")] += ~ok
+
+
+def _settings(x: Matrix) -> tuple[Any, ...]:
+    return tuple(x.group[key] for key in ("solver", "eps", "momentum", "nesterov", "step", "max_age"))
+
+
+def _direction(x: Matrix) -> Tensor:
+    """The matrix's place in its parameter's `direction`, wide; made on first use."""
+    if "direction" not in x.state:
+        x.state["direction"] = torch.zeros_like(x.state["momentum_buffer"])
+    rows, cols = reversed(x.shape) if x.tall else x.shape
+    direction: Tensor = x.state["direction"].view(-1, rows, cols)[x.index]
+    return direction.mT if x.tall else direction
+
+
+class Meter:
+    """Steps an optimizer; `read` tells what its steps did: seconds, hits and misses, FLOPs.
+
+    The seconds of the orthogonalization are those of the optimizer's whole matrix part, momentum and
+    update included; an optimizer without one, as AdamW, has 0. `synchronize` waits for a GPU before each
+    reading of the clock; without it the seconds are the host's.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, synchronize: bool = True) -> None:
+        self.optimizer = optimizer
+        self._device = device if synchronize and device.type == "cuda" else None
+        self._seconds = {"optimizer_seconds": 0.0, "orthogonalization_seconds": 0.0}
+        self._before = self._outcomes()
+        if isinstance(optimizer, MatrixOptimizer):
+            orthogonalize = optimizer._orthogonalize
+
+            def timed(matrices: list[Matrix]) -> None:
+                began = self.now()
+                orthogonalize(matrices)
+                self._seconds["orthogonalization_seconds"] = self.now() - began
+
+            optimizer.__dict__["_orthogonalize"] = timed
+
+    def now(self) -> float:
+        """The clock, once the device has done all it was given."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def step(self) -> None:
+        """One step of the optimizer."""
+        began = self.now()
+        self.optimizer.step()
+        self._seconds["optimizer_seconds"] = self.now() - began
+
+    def read(self) -> dict[str, Any]:
+        """The last step's seconds, the hits and misses since the last call, all FLOPs so far."""
+        before, after = self._before, self._outcomes()
+        self._before = after
+        misses = {reason: number - before["misses"][reason] for reason, number in after["misses"].items()}
+        return {**self._seconds, **after, "hits": after["hits"] - before["hits"], "misses": misses}
+
+    def hit_rate(self) -> float | None:
+        """Hits per call so far; None for an optimizer that cannot hit, or has not been called."""
+        hits, calls = self._before["hits"], self._before["hits"] + sum(self._before["misses"].values())
+        return hits / calls if calls and isinstance(self.optimizer, CacheMuon | StaleMuon) else None
+
+    def saved_flops(self, steps: int) -> float | None:
+        """The fraction of GramMuon's FLOPs in `steps` steps that was saved, by the paper's model."""
+        shapes = []
+        for group in self.optimizer.param_groups:
+            if group.get("use_muon"):
+                views = (matrix_shape(param.shape, group["view"]) for param in group["params"])
+                shapes += [(rows, cols) for count, rows, cols in views for _ in range(count)]
+        if not shapes:
+            return None
+        return float(1 - self._before["flops_paper"] / flops.total(shapes, steps))
+
+    def _outcomes(self) -> dict[str, Any]:
+        misses = dict.fromkeys(MISSES, 0)
+        if not isinstance(self.optimizer, MatrixOptimizer):
+            return {"hits": 0, "misses": misses, "flops": 0, "flops_paper": 0}
+        stats = self.optimizer.cache_stats()
+        for entry in stats["matrices"].values():
+            for reason, number in entry["misses"].items():
+                misses[reason] += number
+        return {key: stats[key] for key in ("hits", "flops", "flops_paper")} | {"misses": misses}

@@ -1,0 +1,309 @@
+"""Named runs: the paper's experiments with its numbers, and twins of them that a laptop's CPU can do.
+
+Every number of the paper's setup stands in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cachemuon_lab.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from cachemuon_lab.models import GPT2_LARGE, GPT2_SMALL, RESNET18, GPT2Config, ResNetConfig
+
+SEARCH_GRID: dict[str, tuple[float, ...]] = {
+    "optimizer.lr": (1e-4, 1e-3, 1e-2, 2e-2),
+    "optimizer.momentum": (0.9, 0.95, 0.99),
+    "optimizer.adam_lr": (1e-4, 1e-3, 2e-3),
+}
+"""The paper's 36 candidates; everything else was fixed at `OptimizerConfig`'s defaults."""
+
+LARGE_GAMMAS = (2.0, 5.0, 10.0, 15.0)
+PLATEAU_LINEAR = ScheduleConfig("plateau_linear", constant_lr_ratio=0.4, min_lr_ratio=0.05)
+COSINE = ScheduleConfig("cosine")
+OPENWEBTEXT = DataConfig("tokens")
+CIFAR10_EPOCH = 391  # steps: 50,000 images by 128
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What the paper reports of a run; None where it gives no number. PFLOPs are of orthogonalization."""
+
+    pflops: float
+    best_loss: float | None = None
+    hit_rate: float | None = None
+
+
+REPORTED: dict[tuple[str, str], Reported] = {
+    ("gpt2-large-owt", "GramMuon"): Reported(516.16, best_loss=3.037),
+    ("gpt2-large-owt", "PolarExpMuon"): Reported(644.99, best_loss=3.039),
+    ("gpt2-large-owt", "CacheMuon gamma=2"): Reported(445.97, best_loss=3.041, hit_rate=0.33),
+    ("gpt2-large-owt", "CacheMuon gamma=5"): Reported(296.90, hit_rate=0.59),
+    ("gpt2-large-owt", "CacheMuon gamma=10"): Reported(226.88, hit_rate=0.73),
+    ("gpt2-large-owt", "CacheMuon gamma=15"): Reported(180.76, best_loss=3.096, hit_rate=0.84),
+    ("gpt2-small-owt", "GramMuon"): Reported(37.18),
+    ("gpt2-small-owt", "PolarExpMuon"): Reported(46.45),
+    ("gpt2-small-owt", "CacheMuon gamma=5"): Reported(26.67, hit_rate=0.45),
+    ("resnet18-cifar10", "GramMuon"): Reported(2.32),
+    ("resnet18-cifar10", "PolarExpMuon"): Reported(4.06),
+    ("resnet18-cifar10", "CacheMuon gamma=20"): Reported(1.98, hit_rate=0.80),
+}
+"""By recipe and the optimizer's label."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run without its optimizer settled (`base` has the first), and the optimizers to compare on it."""
+
+    name: str
+    description: str
+    base: RunConfig
+    variants: tuple[OptimizerConfig, ...]
+
+    def run(self, optimizer: OptimizerConfig) -> RunConfig:
+        """The run with one of the variants, or another optimizer, named after both.
+
+        >>> recipe("gpt2-nano").run(OptimizerConfig("cache", gamma=2.0)).name
+        'gpt2-nano-cache-gamma2'
+        """
+        return replace(self.base, name=f"{self.name}-{optimizer.slug}", optimizer=optimizer)
+
+    def runs(self) -> tuple[RunConfig, ...]:
+        """One run for each variant."""
+        return tuple(self.run(optimizer) for optimizer in self.variants)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name."""
+    if name not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}")
+    return RECIPES[name]
+
+
+def _recipe(name: str, description: str, base: RunConfig, variants: tuple[OptimizerConfig, ...]) -> Recipe:
+    return Recipe(name, description, replace(base, name=name, optimizer=variants[0]), variants)
+
+
+def gpt2_optimizers(*gammas: float, lr: float = 1e-3) -> tuple[OptimizerConfig, ...]:
+    """What both GPT-2 use: one setting for all, found for PolarExpMuon and not tuned again."""
+    shared = OptimizerConfig("polar", lr=lr, momentum=0.95, adam_lr=2e-3)
+    cached = (replace(shared, kind="cache", gamma=gamma) for gamma in gammas)
+    return (shared, replace(shared, kind="gram"), *cached)
+
+
+def resnet_optimizers() -> tuple[OptimizerConfig, ...]:
+    """ResNet-18's, tuned one by one; all matrices are Muon's, the last layer too."""
+    return (
+        OptimizerConfig("polar", lr=0.01, momentum=0.9, head="muon"),
+        OptimizerConfig("gram", lr=0.02, momentum=0.95, head="muon"),
+        OptimizerConfig("cache", lr=0.01, momentum=0.9, gamma=20.0, head="muon"),
+    )
+
+
+def _gpt2_large_run() -> RunConfig:
+    return RunConfig(
+        name="gpt2-large-owt",
+        model=GPT2_LARGE,
+        data=OPENWEBTEXT,
+        optimizer=OptimizerConfig("polar"),
+        schedule=PLATEAU_LINEAR,
+        steps=3_814,
+        batch_size=4,
+        accumulation=8,
+        replicas=8,  # 256 sequences of 1,024 tokens in a step
+        autocast="bfloat16",
+    )
+
+
+def gpt2_large_owt() -> Recipe:
+    """The quality against FLOPs frontier, figure 1."""
+    text = "GPT-2 Large on 1B tokens of OpenWebText, gamma 2, 5, 10, 15 (8 GPUs)"
+    return _recipe("gpt2-large-owt", text, _gpt2_large_run(), gpt2_optimizers(*LARGE_GAMMAS))
+
+
+def gpt2_large_owt_long() -> Recipe:
+    """The longer run; the paper names its tokens, not its steps: 4.8e9 / 262,144, rounded down as for 1B."""
+    base = replace(_gpt2_large_run(), steps=18_310, checkpoint_every=250)
+    text = "GPT-2 Large on 4.8B tokens of OpenWebText, gamma 2 (8 GPUs)"
+    return _recipe("gpt2-large-owt-4.8b", text, base, gpt2_optimizers(2.0))
+
+
+def gpt2_large_owt_proxy() -> Recipe:
+    """What the hyper-parameters were selected on."""
+    base = replace(_gpt2_large_run(), steps=382, validate_every=25)
+    text = "GPT-2 Large on 100M tokens of OpenWebText: the run that PolarExpMuon was tuned on"
+    return _recipe("gpt2-large-owt-proxy", text, base, gpt2_optimizers()[:1])
+
+
+def gpt2_large_owt_diagnostics() -> Recipe:
+    """The residual-gate diagnostics."""
+    base = replace(_gpt2_large_run(), steps=382, validate_every=25)
+    text = "GPT-2 Large on 100M tokens of OpenWebText, gamma 5, every probe measured"
+    return _diagnosed("gpt2-large-owt-diagnostics", text, base, gpt2_optimizers(5.0)[2], "gate")
+
+
+def _gpt2_small_run() -> RunConfig:
+    return RunConfig(
+        name="gpt2-small-owt",
+        model=GPT2_SMALL,
+        data=OPENWEBTEXT,
+        optimizer=OptimizerConfig("polar"),
+        schedule=PLATEAU_LINEAR,
+        steps=30_520,
+        batch_size=8,
+        accumulation=4,
+        autocast="bfloat16",
+        checkpoint_every=500,
+    )
+
+
+def gpt2_small_owt() -> Recipe:
+    """GPT-2 Small, on one GPU."""
+    text = "GPT-2 Small on 1B tokens of OpenWebText, gamma 5 (1 GPU)"
+    return _recipe("gpt2-small-owt", text, _gpt2_small_run(), gpt2_optimizers(5.0))
+
+
+def gpt2_small_owt_proxy() -> Recipe:
+    """What the hyper-parameters were selected on."""
+    base = replace(_gpt2_small_run(), steps=3_052)
+    text = "GPT-2 Small on 100M tokens of OpenWebText: the run that all three were tuned on"
+    return _recipe("gpt2-small-owt-proxy", text, base, gpt2_optimizers(5.0))
+
+
+def _resnet18_run() -> RunConfig:
+    return RunConfig(
+        name="resnet18-cifar10",
+        model=RESNET18,
+        data=DataConfig("cifar10"),
+        optimizer=OptimizerConfig("polar"),
+        schedule=COSINE,
+        steps=100 * CIFAR10_EPOCH,
+        batch_size=128,
+        validate_every=CIFAR10_EPOCH,
+        validation_batches=None,
+        seed=42,
+        checkpoint_every=CIFAR10_EPOCH,
+    )
+
+
+def resnet18_cifar10() -> Recipe:
+    """ResNet-18, on one GPU."""
+    text = "ResNet-18 on CIFAR-10, 100 epochs, gamma 20 (1 GPU)"
+    return _recipe("resnet18-cifar10", text, _resnet18_run(), resnet_optimizers())
+
+
+def resnet18_cifar10_diagnostics() -> Recipe:
+    """The age diagnostic, in all and by layer. How often the paper measured it does not say."""
+    text = "ResNet-18 on CIFAR-10, GramMuon, cosine of transforms 1 to 21 steps old, every 100 steps"
+    base = replace(_resnet18_run(), diagnose_every=100)
+    return _diagnosed("resnet18-cifar10-diagnostics", text, base, resnet_optimizers()[1], "age")
+
+
+def _gpt2_nano_run() -> RunConfig:
+    return RunConfig(
+        name="gpt2-nano",
+        model=GPT2Config(layers=4, heads=4, width=128, context=128, vocabulary=256, bias=False),
+        data=DataConfig("python"),
+        optimizer=OptimizerConfig("polar"),
+        schedule=PLATEAU_LINEAR,
+        steps=400,
+        batch_size=16,
+        validate_every=25,
+        validation_batches=10,
+    )
+
+
+def nano_optimizers() -> tuple[OptimizerConfig, ...]:
+    """The paper's frontier, the sketched probe on it, and reuse without any check."""
+    polar, gram, *cached = gpt2_optimizers(*LARGE_GAMMAS, lr=NANO_LR)
+    sketched = [replace(one, probe="sketch") for one in cached if one.gamma in (2.0, 5.0)]
+    return (polar, gram, *cached, *sketched, replace(gram, kind="stale"))
+
+
+NANO_LR = 2e-2
+"""PolarExpMuon's best on gpt2-nano: validation loss 1.84, against 1.98 at 1e-2 and 2.29 at 1e-3 (seed 0)."""
+
+
+def gpt2_nano() -> Recipe:
+    """GPT-2's twin: no download, a minute or two for each optimizer on two cores."""
+    text = "a 0.8M-parameter GPT-2 on the bytes of Python's standard library (CPU, minutes)"
+    return _recipe("gpt2-nano", text, _gpt2_nano_run(), nano_optimizers())
+
+
+def gpt2_nano_diagnostics() -> Recipe:
+    """The residual-gate diagnostics' twin."""
+    text = "gpt2-nano with gamma 5, every probe measured (CPU, minutes)"
+    return _diagnosed("gpt2-nano-diagnostics", text, _gpt2_nano_run(), nano_optimizers()[3], "gate")
+
+
+def gpt2_nano_ages() -> Recipe:
+    """The age diagnostic on text."""
+    text = "gpt2-nano with GramMuon, cosine of transforms 1 to 21 steps old, every 5 steps (CPU, minutes)"
+    base = replace(_gpt2_nano_run(), diagnose_every=5)
+    return _diagnosed("gpt2-nano-ages", text, base, nano_optimizers()[1], "age")
+
+
+def _gpt2_nano_english_run() -> RunConfig:
+    model = GPT2Config(layers=4, heads=4, width=128, context=128, bias=False)
+    return replace(_gpt2_nano_run(), model=model, data=DataConfig("tokens"), batch_size=4)
+
+
+def gpt2_nano_english() -> Recipe:
+    """The twin on English: needs a folder of tokens, as data.path."""
+    text = "the same blocks on English in GPT-2's own tokens, from data.path (CPU, minutes)"
+    return _recipe("gpt2-nano-english", text, _gpt2_nano_english_run(), nano_optimizers())
+
+
+def gpt2_nano_english_diagnostics() -> Recipe:
+    """Its residual-gate diagnostics."""
+    text = "gpt2-nano-english with gamma 5, every probe measured (CPU, minutes)"
+    base, optimizer = _gpt2_nano_english_run(), nano_optimizers()[3]
+    return _diagnosed("gpt2-nano-english-diagnostics", text, base, optimizer, "gate")
+
+
+def _resnet_nano_run() -> RunConfig:
+    # One epoch, in which a cosine by epochs would never move.
+    few = replace(_resnet18_run(), model=ResNetConfig(width=16), steps=CIFAR10_EPOCH, schedule=PLATEAU_LINEAR)
+    return replace(few, validate_every=50, validation_batches=20, checkpoint_every=100)
+
+
+def resnet_nano() -> Recipe:
+    """ResNet-18's twin: needs CIFAR-10's folder, as data.path."""
+    text = "a ResNet-18 of width 16 on CIFAR-10 for one epoch (CPU, minutes)"
+    return _recipe("resnet-nano", text, _resnet_nano_run(), resnet_optimizers())
+
+
+def resnet_nano_diagnostics() -> Recipe:
+    """The age diagnostic's twin."""
+    text = "resnet-nano with GramMuon, cosine of transforms 1 to 21 steps old, every 25 steps (CPU, minutes)"
+    base = replace(_resnet_nano_run(), diagnose_every=25)
+    return _diagnosed("resnet-nano-diagnostics", text, base, resnet_optimizers()[1], "age")
+
+
+def _diagnosed(
+    name: str, text: str, base: RunConfig, optimizer: OptimizerConfig, diagnostics: Literal["gate", "age"]
+) -> Recipe:
+    return _recipe(name, text, replace(base, optimizer=optimizer, diagnostics=diagnostics), (optimizer,))
+
+
+_ALL: tuple[Callable[[], Recipe], ...] = (
+    gpt2_large_owt,
+    gpt2_large_owt_long,
+    gpt2_large_owt_proxy,
+    gpt2_large_owt_diagnostics,
+    gpt2_small_owt,
+    gpt2_small_owt_proxy,
+    resnet18_cifar10,
+    resnet18_cifar10_diagnostics,
+    gpt2_nano,
+    gpt2_nano_diagnostics,
+    gpt2_nano_ages,
+    gpt2_nano_english,
+    gpt2_nano_english_diagnostics,
+    resnet_nano,
+    resnet_nano_diagnostics,
+)
+
+RECIPES: dict[str, Recipe] = {made.name: made for made in (make() for make in _ALL)}
+"""Every recipe by its name."""

@@ -1,0 +1,189 @@
+"""A run is a folder: its configuration, its environment, a record of JSON lines, checkpoints.
+
+    config.json, environment.json, record.jsonl, checkpoints/latest.pt
+
+Lines of the record have a `kind`. "step": loss, lr, tokens (or images) so far, the seconds of the step, of
+its optimizer and of its orthogonalization, hits and misses of this step, and FLOPs so far, as executed and
+by the paper's model. "validation", "probe" and "age" (diagnostics), and one "end".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import torch
+
+import cachemuon
+from cachemuon_lab.config import RunConfig
+
+CONFIG, ENVIRONMENT, RECORD = "config.json", "environment.json", "record.jsonl"
+CHECKPOINT = Path("checkpoints", "latest.pt")
+KINDS = ("step", "validation", "probe", "age", "end")
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it. `complete` says whether it came to its end."""
+
+    folder: Path
+    config: RunConfig
+    environment: dict[str, Any]
+    steps: list[Line] = field(repr=False)
+    validations: list[Line] = field(repr=False)
+    probes: list[Line] = field(repr=False)
+    ages: list[Line] = field(repr=False)
+    end: Line | None
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Run:
+        """Read a run's folder; of the record only the last line may be broken off."""
+        folder = Path(folder)
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"{folder} is no run: it has no {CONFIG}")
+        config = RunConfig.from_json((folder / CONFIG).read_text(encoding="utf-8"))
+        environment = {}
+        if (folder / ENVIRONMENT).is_file():
+            environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        kinds: dict[str, list[Line]] = {kind: [] for kind in KINDS}
+        for line in read_lines(folder / RECORD):
+            if line.get("kind") not in kinds:
+                raise ValueError(f"{folder / RECORD} has a line of kind {line.get('kind')!r}, not of {KINDS}")
+            kinds[line["kind"]].append(line)
+        steps, validations, probes, ages, end = kinds.values()
+        return cls(folder, config, environment, steps, validations, probes, ages, end[-1] if end else None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.end is not None
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a record; none if there is no file. A last line that was broken off is left out."""
+    if not path.is_file():
+        return []
+    lines: list[Line] = []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            if number == len(texts):
+                break
+            raise ValueError(f"{path}, line {number}, is no record: {text[:60]!r}") from error
+        lines.append(line)
+    return lines
+
+
+class Record:
+    """Writes a run's folder. Every line is handed to the system as soon as it is complete.
+
+    `step` is that of the checkpoint the run goes on from, 0 for a new one: lines of later steps, left by a
+    run that was killed, are cut off first.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], config: RunConfig, environment: dict[str, Any], step: int = 0
+    ) -> None:
+        self.path = Path(folder) / RECORD
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_lines(self.path) if 0 < line["step"] <= step and line["kind"] != "end"]
+        write_atomically(self.path.parent / CONFIG, config.to_json())
+        write_atomically(self.path.parent / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+
+    @classmethod
+    def nowhere(cls) -> Self:
+        """A record that keeps nothing: that of a process which only helps another."""
+        record = cls.__new__(cls)
+        record.path = Path(os.devnull)
+        record._file = record.path.open("a", encoding="utf-8")
+        return record
+
+    def write(self, kind: str, step: int, **fields: Any) -> None:
+        """Append one line."""
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **fields}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"the record {self.path} could not be written at step {step}: {error}") from error
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        if self.path.is_file():
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:  # what a full disk did not take; the error that ends the run has said so
+            if error is None:
+                raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is whole or as it was before, whenever the process ends."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def describe_environment(device: torch.device, data: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a run ran on: versions, revision, machine, device, and the data with its checksums."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cachemuon": cachemuon.__version__,
+        "git": _revision(),
+        "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "data": data,
+        **more,
+    }
+
+
+def _revision() -> str | None:
+    # HEAD:./ is an error where this folder is not part of the repository around it, as in site-packages.
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", "HEAD:./"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.split()[0]
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        try:
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        except OSError:
+            pass
+    return platform.processor() or platform.machine()
