@@ -6,6 +6,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -54,11 +55,10 @@ class MatrixOptimizer(Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that cannot be meant."""
-        _check_non_negative(group, "lr", "weight_decay", "eps")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {group['momentum']!r}")
         if not isinstance(group["solver"], Solver):
             raise ValueError(f"solver must be a Solver such as GramNS(), got {group['solver']!r}")
+        _check_non_negative(group, "lr", "weight_decay", "eps")
+        _check_decay("momentum", group["momentum"])
         if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR_FNS:
             raise ValueError(
                 f"adjust_lr_fn must be one of {', '.join(map(repr, ADJUST_LR_FNS))} or None (as in torch: "
@@ -90,7 +90,7 @@ class MatrixOptimizer(Optimizer):
             else:
                 for key in self.defaults.keys() - ADAM_DEFAULTS.keys() - {"use_muon"} - param_group.keys():
                     del group[key]
-                _check_non_negative(group, "lr", "weight_decay", "eps")
+                _check_adam_group(group)
             for name, param in _named(group, len(self.param_groups) - 1):
                 _check_param(name, param, group)
         except ValueError:
@@ -105,6 +105,14 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         named = [list(self._with_grad(i, group)) for i, group in enumerate(self.param_groups)]
+        devices = {param.device.type for members in named for _, param in members}
+        with ExitStack() as full_precision:
+            for device in devices:  # a step inside autocast is the step outside it
+                full_precision.enter_context(torch.autocast(device, enabled=False))
+            self._step(named)
+        return loss
+
+    def _step(self, named: list[list[tuple[str, Tensor]]]) -> None:
         matrices = []
         for group, members in zip(self.param_groups, named, strict=True):
             if not group["use_muon"]:
@@ -115,7 +123,6 @@ class MatrixOptimizer(Optimizer):
                 matrices += matrices_of(name, param, group, self._matrix_state(param, group))
         if matrices:
             self._orthogonalize(matrices)
-        return loss
 
     def _with_grad(self, index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name, param in _named(group, index):
@@ -145,7 +152,7 @@ class MatrixOptimizer(Optimizer):
         beta1, beta2 = group["betas"]
         adam(
             params,
-            [param.grad for param in params if param.grad is not None],
+            [_laid_out_as(param, param.grad) for param in params if param.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -177,7 +184,13 @@ class MatrixOptimizer(Optimizer):
         the saved groups lack stay as they are. Nothing of `state_dict` is shared or changed.
         """
         live = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        loaded: list[StateDict] = []  # what the user's own hooks made of it
+        handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        state_dict = loaded[0]
         saved_groups = state_dict["param_groups"]
         for group, before, saved in zip(self.param_groups, live, saved_groups, strict=True):
             for key, value in before.items():
@@ -195,9 +208,9 @@ class MatrixOptimizer(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(saved_keys, params, strict=True):
             for entry, value in state_dict["state"].get(key, {}).items():
-                self.state[param][entry] = self._restored(entry, value, self.state[param][entry])
+                self.state[param][entry] = self._restored(param, entry, value, self.state[param][entry])
 
-    def _restored(self, entry: str, saved: Any, loaded: Any) -> Any:
+    def _restored(self, param: Tensor, entry: str, saved: Any, loaded: Any) -> Any:
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
         if not isinstance(saved, Tensor):
             return loaded
@@ -205,7 +218,9 @@ class MatrixOptimizer(Optimizer):
             return saved.to("cpu", copy=True)
         if entry in ("counters", "residuals", "transform"):
             return saved.to(loaded.device, copy=True)
-        return loaded.clone() if loaded.data_ptr() == saved.data_ptr() else loaded
+        if entry == "momentum_buffer":
+            return loaded.clone(memory_format=torch.contiguous_format)
+        return _laid_out_as(param, loaded).clone()
 
     def cache_stats(self) -> dict[str, Any]:
         """What was decided so far: totals, and under "matrices" the same for each matrix by name.
@@ -248,6 +263,13 @@ class MatrixOptimizer(Optimizer):
                     yield name if single else f"{name}[{i}]", group, param, counters, residuals
 
 
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor in the parameter's memory layout: the fused kernel walks over both alike."""
+    if tensor.shape != param.shape or tensor.stride() == param.stride():
+        return tensor
+    return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+
+
 def _named(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
     names = group.get("param_names") or [f"group{index}.param{i}" for i in range(len(group["params"]))]
     return zip(names, group["params"], strict=True)
@@ -272,6 +294,23 @@ def _check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
     matrix_shape(param.shape, group["view"])
 
 
+def _check_adam_group(group: dict[str, Any]) -> None:
+    _check_non_negative(group, "lr", "weight_decay", "eps")
+    betas = group["betas"]
+    if not (isinstance(betas, tuple | list) and len(betas) == 2):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    for beta in betas:
+        _check_decay("betas", beta)
+    for key in ("amsgrad", "maximize"):
+        if group.get(key):
+            raise ValueError(f"{key} must be left out or False, got {group[key]!r}")
+
+
+def _check_decay(key: str, value: object) -> None:
+    if not (isinstance(value, int | float) and 0 <= value < 1):
+        raise ValueError(f"{key} must be in [0, 1), got {value!r}")
+
+
 def _check_non_negative(group: dict[str, Any], *keys: str) -> None:
     for key in keys:
         value = group[key]
@@ -280,5 +319,5 @@ def _check_non_negative(group: dict[str, Any], *keys: str) -> None:
                 raise ValueError(
                     f"{key} must be a number or a tensor of one element, got shape {value.shape}"
                 )
-        elif not (math.isfinite(value) and value >= 0):
+        elif not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
             raise ValueError(f"{key} must be a number >= 0, got {value!r}")

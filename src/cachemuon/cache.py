@@ -141,7 +141,7 @@ class CacheGNS:
 
 def check_gate(gamma: float, max_age: int | None) -> None:
     """Refuse a threshold or an age limit that cannot be meant."""
-    if not gamma >= 0:
+    if not (isinstance(gamma, int | float) and gamma >= 0):
         raise ValueError(f"gamma must be a number >= 0, got {gamma!r}")
     if max_age is not None and not (isinstance(max_age, int) and max_age >= 0):
         raise ValueError(f"max_age must be an integer >= 0 or None, got {max_age!r}")

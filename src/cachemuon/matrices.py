@@ -50,14 +50,16 @@ def matrices_of(name: str, param: Tensor, group: dict[str, Any], state: dict[str
     count, rows, cols = _matrix_shape(param.shape, group["view"])
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    grads = param.grad.reshape(count, rows, cols)
+    grads = param.grad.to(param.dtype).reshape(count, rows, cols)
     momenta = state["momentum_buffer"].view(count, rows, cols)
     tall = rows > cols
     if tall:
         grads, momenta = grads.mT, momenta.mT
     if count == 1:
         return [Matrix(name, param, grads[0], momenta[0], tall, group, state, 0)]
-    slices = param.view(count, rows, cols).unbind(0)
+    slices = [param]
+    for _ in range(param.ndim - 2):  # not one view: a 4-D stack may be in channels_last
+        slices = [part for whole in slices for part in whole.unbind(0)]
     parts = zip(slices, grads.unbind(0), momenta.unbind(0), strict=True)
     return [Matrix(f"{name}[{i}]", p, g, m, tall, group, state, i) for i, (p, g, m) in enumerate(parts)]
 

@@ -281,7 +281,7 @@ def _check(schedule: Schedule | None, eps: float, dtype: torch.dtype | None) -> 
         raise ValueError(
             f"schedule must be a Schedule such as GRAM or Schedule([(a, b, c)]), got {schedule!r}"
         )
-    if not (math.isfinite(eps) and eps >= 0):
+    if not (isinstance(eps, int | float) and math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps must be a number >= 0, got {eps!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")

@@ -202,6 +202,7 @@ def frontier(comparison: Comparison) -> Picture:
             axes.plot(xs, ys, color="#bbbbbb", lw=1, ls="--" if probe == "sketch" else "-", zorder=1)
         axes.set(xlabel="FLOPs relative to GramMuon", title=MODELS[model])
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.locator_params(axis="x", nbins=6)
     figure.axes[0].set_ylabel("best validation loss")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     caption = f"Quality against FLOPs of orthogonalization: {comparison.title}. Grey lines follow gamma."
@@ -264,7 +265,7 @@ def _saving_bars(axes: Axes, rows: Sequence[Row], kinds: Sequence[str]) -> None:
     axes.set_yticks(places, [row.title for row in rows])
     axes.invert_yaxis()
     low, high = axes.get_xlim()
-    room = 0.25 * (high - low)  # for the labels of the bars
+    room = 0.35 * (high - low)  # for the labels of the bars
     axes.set_xlim(low - (room if low < 0 else 0.0), high + room)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("FLOPs saved")

@@ -54,7 +54,7 @@ ul { padding-left: 1.2rem; }
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: .35rem .45rem; text-align: right; white-space: nowrap; overflow-wrap: normal; }
 thead { background: var(--shade); }
-thead th[colspan] { border-bottom: 1px solid var(--line); text-align: center; }
+thead th[colspan] { border-bottom: 1px solid var(--line); text-align: center; white-space: normal; }
 tbody tr { border-top: 1px solid var(--line); }
 tbody th, thead tr:last-child th:first-child, .words td, .words th { text-align: left; }
 tbody th { font-weight: 600; }

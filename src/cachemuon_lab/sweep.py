@@ -43,7 +43,7 @@ Grid = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the grid. `value` is to be small; a pruned trial's, as its `steps`, is of its last validation."""
+    """One point of the grid: `value`, to be small, and `steps`; those of a pruned one's last validation."""
 
     settings: dict[str, float]
     pruned: bool

@@ -705,7 +705,7 @@ def test_statistics_add_up(make):
     stats = optimizer.cache_stats()
     matrices = stats["matrices"]
     experts = [f"{name}[{i}]" for name in ("inner", "outer") for i in range(4)]
-    assert list(matrices) == ["gate.weight", *experts] or set(matrices) == {"gate.weight", *experts}
+    assert matrices.keys() == {"gate.weight", *experts}
     assert stats["calls"] == stats["hits"] + stats["misses"] == 10 * 9
     assert stats["hit_rate"] == stats["hits"] / stats["calls"]
     for entry in matrices.values():
@@ -794,7 +794,7 @@ def test_the_two_ends_of_gamma(gamma):
     assert optimizer.cache_stats()["hits"] == (0 if gamma == 0 else 8)
 
 
-def test_no_gamma_below_every_residual_differs_from_gram_muon():
+def test_gamma_zero_is_gram_muon():
     params = [[parameter((12, 20), i) for i in range(3)] for _ in range(2)]
     cached, fresh = CacheMuon(params[0], gamma=0.0), Muon(params[1], solver=GramNS())
     run(cached, params[0], range(5))
