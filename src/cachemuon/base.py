@@ -6,7 +6,6 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .groups import matrix_shape
 from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
-from .polar import Solver
+from .polar import Solver, full_precision
 from .stats import COLUMNS, Event, new_counters, outcome_counts, summary
 
 ADAM_DEFAULTS: dict[str, Any] = {
@@ -93,7 +92,7 @@ class MatrixOptimizer(Optimizer):
                 _check_adam_group(group)
             for name, param in _named(group, len(self.param_groups) - 1):
                 _check_param(name, param, group)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -105,10 +104,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         named = [list(self._with_grad(i, group)) for i, group in enumerate(self.param_groups)]
-        devices = {param.device.type for members in named for _, param in members}
-        with ExitStack() as full_precision:
-            for device in devices:  # a step inside autocast is the step outside it
-                full_precision.enter_context(torch.autocast(device, enabled=False))
+        with full_precision(*{param.device.type for members in named for _, param in members}):
             self._step(named)
         return loss
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .polar import GramNS, restore, widen
+from .polar import GramNS, full_precision, restore, widen
 from .probe import exact_residual, random_block, sketched_residual
 from .stats import NO_AGE, REFRESHES, Event
 
@@ -90,6 +90,19 @@ class CacheGNS:
         but gather the residuals of all matrices first.
         """
         check_gate(gamma, max_age)
+        with full_precision(M.device.type):
+            return self._decided(M, transform, gamma, age, max_age, seed, step)
+
+    def _decided(
+        self,
+        M: Tensor,
+        transform: Tensor | None,
+        gamma: float,
+        age: int,
+        max_age: int | None,
+        seed: int,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None, Event | tuple[Event, ...]]:
         X = widen(M, self.fresh.eps)
         B, n = X.shape[:2]
         z = random_block(n, self.vectors, seed=seed, step=step, device=X.device, dtype=X.dtype)

@@ -51,7 +51,7 @@ class Route:
 class ParamGroups(list[dict[str, Any]]):
     """Optimizer groups, and in `routes` the reason for each parameter's place.
 
-    An optimizer fills its defaults into the dicts it is given: make new groups for a second one.
+    The optimizers of this package leave the dicts as they are; torch's own fill their defaults into them.
 
     >>> param_groups(nn.Linear(3, 2)).routes[0].reason
     'matrix'
@@ -121,7 +121,7 @@ def routes(
 ) -> tuple[Route, ...]:
     """The route of every parameter, in the model's own order; the first rule that applies decides.
 
-    Frozen; `overrides`; embedding; bias; norm or vector; complex; output head, if `head="adam"`; fewer than
+    Frozen; `overrides`; embedding; bias; norm or vector; output head, if `head="adam"`; fewer than
     two rows or columns, where the polar factor only normalizes; all others go to Muon. `overrides` maps
     patterns (`fnmatch`, on any name of a tied parameter, with or without the prefix of DDP or
     torch.compile) to "muon" or "adam"; the first that matches decides.
@@ -199,6 +199,8 @@ def _routed(model: nn.Module, head: str, overrides: Overrides | None) -> Iterato
         name, shape = sites[0].name, tuple(param.shape)
         view = "flatten" if len(shape) == 3 and _convolution(param, sites[0].owner) else "auto"
         use_muon: bool | None
+        if param.is_complex():
+            raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
         if not param.requires_grad:
             use_muon, reason = None, "frozen"
         elif param in chosen:
@@ -227,8 +229,6 @@ def _rule(param: nn.Parameter, sites: list[_Site], view: str, output: bool, head
         return False, "norm"
     if param.ndim < 2:
         return False, "norm" if "norm" in type(owner).__name__.lower() else "vector"
-    if param.is_complex():
-        return False, "complex"
     if output and head == "adam":
         return False, "output head"
     count, rows, cols = matrix_shape(param.shape, view)

@@ -92,15 +92,14 @@ def stack(tensors: list[Tensor]) -> Tensor:
 
 
 def accumulate(batch: list[Matrix], momentum: float) -> Tensor:
-    """`M <- momentum M + (1 - momentum) G` for each matrix; returns which gradients are finite, `(B,)`.
+    """`M <- momentum M + (1 - momentum) G` for each matrix; returns where that is finite, `(B,)`.
 
-    The decision is made on the device: where a gradient has a NaN or Inf, the momentum is put in its
-    place, so that the average leaves the momentum as it was.
+    The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum.
     """
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
-    finite = torch.isfinite(G.amax(dim=(1, 2))) & torch.isfinite(G.amin(dim=(1, 2)))
-    G = torch.where(finite.view(-1, 1, 1), G, M)
     updated = torch.lerp(M, G, 1 - momentum)
+    finite = torch.isfinite(updated.amax(dim=(1, 2))) & torch.isfinite(updated.amin(dim=(1, 2)))
+    updated = torch.where(finite.view(-1, 1, 1), updated, M)
     torch._foreach_copy_([x.momentum for x in batch], list(updated.unbind(0)))
     return finite
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +64,15 @@ def restore(direction: Tensor, M: Tensor) -> Tensor:
     return direction.reshape(M.shape).to(M.dtype)
 
 
+@contextmanager
+def full_precision(*device_types: str) -> Iterator[None]:
+    """Within it autocast is off: it would turn the solvers' products into bf16."""
+    with ExitStack() as stack:
+        for device_type in device_types:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
 class Solver(ABC):
     """What every solver of this file is: `solver(M)` is the approximate polar factor of M.
 
@@ -79,7 +90,8 @@ class Solver(ABC):
 
     def __call__(self, M: Tensor) -> Tensor:
         """The direction of `M (..., n, m)`, in M's shape and dtype."""
-        return restore(self.solve(widen(M, self.eps)), M)
+        with full_precision(M.device.type):
+            return restore(self.solve(widen(M, self.eps)), M)
 
     def precision(self, X: Tensor) -> torch.dtype:
         """The dtype that the iteration on X has."""
@@ -173,7 +185,8 @@ class GramNS(Solver):
         `direction = Q @ normalize(M)` in the wide orientation (of `M.mT` where M is tall). Q is
         `(..., n, n)` with n the smaller side, in float32 (float64 for float64).
         """
-        direction, Q = self.solve_with_transform(widen(M, self.eps))
+        with full_precision(M.device.type):
+            direction, Q = self.solve_with_transform(widen(M, self.eps))
         return restore(direction, M), Q.reshape(*M.shape[:-2], *Q.shape[-2:])
 
     def _iterate(self, X: Tensor, *, compose: bool) -> tuple[Tensor, Tensor]:

@@ -226,17 +226,22 @@ def test_norms_vectors_and_scalars_go_to_adam():
     assert found["gain"] == found["temperature"] == (False, "vector")
 
 
+def test_a_complex_parameter_is_refused_as_the_optimizers_do():
+    with pytest.raises(
+        ValueError, match=r"spectrum: parameters must be real floating point, got torch.complex64"
+    ):
+        routes(Net(spectrum=nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))))
+
+
 def test_what_polar_would_only_normalize_goes_to_adam():
     model = Net(
         row=nn.Parameter(torch.zeros(1, 8)),
         column=nn.Parameter(torch.zeros(8, 1)),
         rows=nn.Parameter(torch.zeros(4, 1, 8)),
         conv=nn.Conv2d(8, 1, 3, bias=False),
-        spectrum=nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64)),
         none=nn.Parameter(torch.zeros(0, 4, 4)),
     )
     found = reasons(model)
-    assert found.pop("spectrum") == (False, "complex")
     assert set(found.values()) == {(False, "fewer than two rows or columns")}
     regression = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     assert reasons(regression)["1.weight"] == (False, "output head")

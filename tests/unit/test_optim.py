@@ -237,3 +237,15 @@ def test_an_exact_direction_is_applied_exactly():
     Muon([W], lr=0.25, solver=ExactPolar()).step()
     expected = [[0, -0.25, 0], [0.25, 0, 0]]
     np.testing.assert_allclose(W.detach().numpy(), expected, atol=1e-12)
+
+
+def test_a_momentum_that_would_overflow_is_kept():
+    W = torch.nn.Parameter(torch.zeros(3, 4))
+    optimizer = CacheMuon([W], momentum=0.1)
+    W.grad = torch.full((3, 4), 3.3e38)
+    optimizer.step()
+    before = W.detach().clone()
+    W.grad = -W.grad
+    with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+        optimizer.step()
+    assert torch.equal(W, before) and bool(optimizer.state[W]["momentum_buffer"].isfinite().all())

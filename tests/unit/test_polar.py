@@ -7,7 +7,18 @@ from recording import recorded_momentum
 from reference import paper
 from torch.utils.flop_counter import FlopCounterMode
 
-from cachemuon import GRAM, POLAR_EXPRESS, QUINTIC, AutoNS, ExactPolar, GramNS, StandardNS, normalize, polar
+from cachemuon import (
+    GRAM,
+    POLAR_EXPRESS,
+    QUINTIC,
+    AutoNS,
+    CacheGNS,
+    ExactPolar,
+    GramNS,
+    StandardNS,
+    normalize,
+    polar,
+)
 from cachemuon.flops import Executed
 
 SHAPES = [(16, 16), (16, 48), (48, 16), (96, 96), (64, 256)]
@@ -142,6 +153,20 @@ def test_any_batch_keeps_shape_and_dtype_and_input(solver, shape, dtype):
     for one, out in zip(flat, D.reshape(flat.shape), strict=True):
         # Half precision input is iterated in float32, so only the result's rounding is left.
         torch.testing.assert_close(solver(one), out, rtol=2e-3, atol=2e-2 if dtype.itemsize == 2 else 2e-3)
+
+
+def test_autocast_does_not_reach_the_solvers():
+    M = FULL_RANK["log-3"](24, 60).float()
+    Q = GramNS().with_transform(M)[1]
+    for call in (
+        GramNS(),
+        StandardNS(),
+        lambda m: GramNS().with_transform(m)[1],
+        lambda m: CacheGNS()(m, Q, 9.0)[0],
+    ):
+        outside = call(M)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(call(M), outside)
 
 
 def test_a_batch_with_strides_of_its_own():
