@@ -179,6 +179,7 @@ def train(
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     overwrite: Overwrite = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write for TensorBoard.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Show all recipes, and train nothing.")] = False,
 ) -> None:
     """Train one optimizer on a recipe. Under torchrun: on all of its processes."""
@@ -202,6 +203,7 @@ def train(
             resume=resume,
             overwrite=overwrite,
             on_progress=lambda state: show({**state, **label}),
+            tensorboard=tensorboard,
         )
     if first:
         _table([run])

@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +105,7 @@ class Record:
         write_atomically(self.path.parent / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = self.path.open("a", encoding="utf-8")
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     @classmethod
     def nowhere(cls) -> Self:
@@ -111,15 +113,19 @@ class Record:
         record = cls.__new__(cls)
         record.path = Path(os.devnull)
         record._file = record.path.open("a", encoding="utf-8")
+        record.listeners = []
         return record
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
-        """Append one line."""
+        """Append one line, and pass it to the listeners."""
+        line = {"kind": kind, "step": step, **fields}
         try:
-            self._file.write(json.dumps({"kind": kind, "step": step, **fields}) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
             raise OSError(f"the record {self.path} could not be written at step {step}: {error}") from error
+        for listener in self.listeners:
+            listener(line)
 
     def sync(self) -> None:
         """Wait until all lines are on the disk."""

@@ -36,6 +36,7 @@ from cachemuon_lab.diagnostics import make_observer
 from cachemuon_lab.models import GPT2Config, Model, build
 from cachemuon_lab.optimizers import Meter, make_optimizer
 from cachemuon_lab.record import CHECKPOINT, CONFIG, Record, Run, describe_environment
+from cachemuon_lab.tensorboard import TensorBoard
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -84,6 +85,7 @@ def train(
     on_progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
     timing: bool = True,
+    tensorboard: bool = False,
 ) -> Run:
     """Train, and return the finished run.
 
@@ -92,7 +94,8 @@ def train(
     dict: step, steps, loss, validation, hit_rate, saved_flops (the fraction of GramMuon's, by the
     paper's model), seconds_per_step. Ctrl-C, or `stop` returning True, ends the run after its current
     step with a checkpoint and `Interrupted`. `timing` waits for a GPU around the optimizer and its
-    orthogonalization; without it their seconds are the host's.
+    orthogonalization; without it their seconds are the host's. `tensorboard` also writes the record's
+    numbers for TensorBoard.
 
     With torch.distributed initialized every rank calls this, and rank 0 writes; the folder must be one
     that all ranks see.
@@ -120,6 +123,8 @@ def train(
     first, began, seconds_before = standing.step, time.perf_counter(), standing.seconds
 
     with _open_record(folder, config, data, device, standing, ranks) as record, _interrupts() as pressed:
+        if tensorboard and ranks.main:
+            record.listeners.append(TensorBoard(folder, standing.step))
         for step in range(first + 1, config.steps + 1):
             step_began = meter.now()
             factor = config.schedule.factor(step, config.steps, epoch)
