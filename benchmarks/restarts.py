@@ -266,13 +266,12 @@ def report(cases: Sequence[Case]) -> None:
     form_table(cases)
 
 
-def as_json(cases: Sequence[Case], kernels: dict[str, float]) -> str:
+def as_json(cases: Sequence[Case]) -> str:
     """One line for each case. Errors have two digits; null is an overflow or NaN."""
     head = {
         "schedule": GRAM.name,
         "versions": {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]},
         "growth": {label(restarts): float(f"{growth(restarts):.3g}") for restarts in RESTARTS},
-        "native_over_emulated": {dtype: float(f"{factor:.3g}") for dtype, factor in kernels.items()},
     }
     rows = []
     for case in cases:
@@ -302,7 +301,7 @@ def main() -> None:
     for dtype, factor in kernels.items():
         print(f"\n{dtype}: errors with this CPU's own products within a factor of {factor:.2f}, n = 64")
     if args.json:
-        args.json.write_text(as_json(cases, kernels))
+        args.json.write_text(as_json(cases))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from .polar import GramNS
+
 Shape = tuple[int, int]
 
 OUTCOMES = {
@@ -240,6 +244,24 @@ class Executed(Cost):
     def cold(self) -> int:
         """`transform + recheck`."""
         return self.transform + self.recheck
+
+
+def executed_by(
+    solver: GramNS,
+    n: int,
+    m: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    probe: Literal["sketch", "exact"] = "sketch",
+    vectors: int = 8,
+) -> Executed:
+    """The `Executed` cost of a matrix under a solver, with the restarts it takes for shape and dtype.
+
+    >>> executed_by(GramNS(), 768, 768).restarts, executed_by(GramNS(), 768, 3072).restarts
+    (1, 0)
+    """
+    restarts = len(solver.restarts_at(min(n, m), max(n, m), dtype))
+    return Executed(n, m, solver.schedule.steps, restarts, probe=probe, vectors=vectors)
 
 
 def price(cost: Cost, counters: Mapping[str, int]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer
 from .cache import CacheGNS, check_gate, decide, probed
-from .flops import Executed, Paper, price
+from .flops import Executed, Paper, executed_by, price
 from .groups import matrix_shape
 from .matrices import Matrix, accumulate, apply_directions, batches, stack, update_matrices
 from .polar import AutoNS, GramNS, Solver, StandardNS, normalize, normalizer, rescale
@@ -95,12 +94,11 @@ class Muon(MatrixOptimizer):
         if isinstance(solver, AutoNS):
             solver = solver.choose(n, m, solver.precision(param))
         if isinstance(solver, GramNS):
-            executed, paper = _gram_costs(solver, n, m, param)
-            return outcomes["fresh"] * executed.gram, outcomes["fresh"] * paper.gram
+            executed = executed_by(solver, n, m, solver.precision(param))
+            return outcomes["fresh"] * executed.gram, outcomes["fresh"] * _paper(solver, n, m).gram
         if isinstance(solver, StandardNS):
-            steps = solver.schedule.steps
-            executed, paper = Executed(n, m, steps), Paper(n, m, steps, 0)
-            return outcomes["fresh"] * executed.standard, outcomes["fresh"] * paper.standard
+            executed = Executed(n, m, solver.schedule.steps)
+            return outcomes["fresh"] * executed.standard, outcomes["fresh"] * _paper(solver, n, m).standard
         return 0, 0  # a solver of the user's own, or the SVD: not counted
 
 
@@ -253,9 +251,10 @@ class CacheMuon(MatrixOptimizer):
             x.candidate = None
 
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
-        executed, paper = _gram_costs(group["solver"], *_wide_shape(group, param), param)
-        executed = replace(executed, probe=group["probe"], vectors=group["vectors"])
-        return price(executed, outcomes), price(paper, outcomes)
+        solver, (n, m) = group["solver"], _wide_shape(group, param)
+        sketch = {"probe": group["probe"], "vectors": group["vectors"]}
+        executed = executed_by(solver, n, m, solver.precision(param), **sketch)
+        return price(executed, outcomes), price(_paper(solver, n, m), outcomes)
 
 
 class _Blocks:
@@ -343,10 +342,9 @@ def _wide_shape(group: dict[str, Any], param: Tensor) -> tuple[int, int]:
     return min(rows, cols), max(rows, cols)
 
 
-def _gram_costs(solver: GramNS, n: int, m: int, param: Tensor) -> tuple[Executed, Paper]:
+def _paper(solver: StandardNS | GramNS, n: int, m: int) -> Paper:
     steps = solver.schedule.steps
-    restarts = len(solver.restarts_at(n, m, solver.precision(param)))
-    return Executed(n, m, steps, restarts), Paper(n, m, steps, min(1, steps - 1))
+    return Paper(n, m, steps, min(1, steps - 1))  # S = {2}, whatever restarts this precision needs
 
 
 def _shorthand(coefficients: Any, steps: int | None, solver: Solver | None) -> Schedule:

@@ -356,13 +356,14 @@ def flops(
     hit_rate: Annotated[float | None, typer.Option(help="Also price CacheMuon, if this part hits.")] = None,
 ) -> None:
     """Price orthogonalization, by the paper's model and as executed."""
-    from cachemuon.flops import Executed, Paper, total
+    from cachemuon import GramNS
+    from cachemuon.flops import Paper, executed_by, total
 
     shapes = [shape for word in what for shape in _shapes(word)]
     models: dict[str, Callable[[int, int], Cost]] = {
         "the paper's model": Paper,
-        "executed, exact probe": partial(Executed, probe="exact", vectors=0),
-        "executed, sketched probe": Executed,
+        "executed, exact probe": partial(executed_by, GramNS(), probe="exact"),
+        "executed, sketched probe": partial(executed_by, GramNS()),
     }
     table = _new_table(
         "shape", "matrices", "hit", "miss", "GramNS", "StandardNS", "break-even", title="GFLOPs of one call"
