@@ -1,6 +1,5 @@
 """Costs, against the paper's annotations walked line by line and against torch's own counter."""
 
-import ast
 import doctest
 import pathlib
 from functools import partial
