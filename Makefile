@@ -34,7 +34,7 @@ format: $(STAMP) ## let ruff repair what it can
 
 clean: ## remove caches and builds; .venv and runs/ stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Every target that needs the environment makes it. Always through constraints.txt: without a
 # pin, pip may take the newest torch with gigabytes of CUDA. -qq leaves only pip's errors.

@@ -41,8 +41,9 @@ class MatrixOptimizer(Optimizer):
 
     counters_on_host = False
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **defaults})
+    def __init__(self, params: ParamsT, solver: Solver, eps: float | None, **settings: Any) -> None:
+        settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
+        super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **settings})
 
     @abstractmethod
     def _orthogonalize(self, matrices: list[Matrix]) -> None:

@@ -57,18 +57,17 @@ class Muon(MatrixOptimizer):
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = StandardNS(_shorthand(ns_coefficients, ns_steps, solver))
-        solver = AutoNS() if solver is None else solver
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "eps": getattr(solver, "eps", None) if eps is None else eps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "solver": solver,
-            "max_workspace_bytes": max_workspace_bytes,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            AutoNS() if solver is None else solver,
+            eps,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust_lr_fn,
+            max_workspace_bytes=max_workspace_bytes,
+        )
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
         self._warn_of_last_step()
@@ -145,23 +144,22 @@ class CacheMuon(MatrixOptimizer):
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = GramNS(_shorthand(ns_coefficients, ns_steps, solver))
-        solver = GramNS() if solver is None else solver
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "eps": getattr(solver, "eps", None) if eps is None else eps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "gamma": gamma,
-            "probe": probe,
-            "vectors": vectors,
-            "max_age": max_age,
-            "seed": seed,
-            "solver": solver,
-            "max_workspace_bytes": max_workspace_bytes,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            GramNS() if solver is None else solver,
+            eps,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust_lr_fn,
+            gamma=gamma,
+            probe=probe,
+            vectors=vectors,
+            max_age=max_age,
+            seed=seed,
+            max_workspace_bytes=max_workspace_bytes,
+        )
 
     @classmethod
     def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:

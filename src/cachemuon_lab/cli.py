@@ -493,7 +493,7 @@ def _conclusion(comparison: Comparison) -> str:
     return (
         "Of GramMuon's orthogonalization FLOPs CacheMuon saved, by the paper's count (and as executed), "
         f"{', '.join(saved)}.\n"
-        f"In quality it cost, against GramMuon's best validation loss of {best.mean if best else 0:.3f}, "
+        f"Its best validation loss was, beside GramMuon's {best.mean if best else 0:.3f} (less is better), "
         f"{', '.join(lost)}; this is one seed, and differences of a few hundredths are noise: "
         "`cachemuon compare gpt2-nano --seeds 3` says more."
     )

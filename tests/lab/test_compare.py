@@ -148,7 +148,7 @@ def test_a_finished_run_without_steps_is_damaged(tiny, tmp_path):
 
 def test_the_demonstration_is_gpt2_nano():
     full, quick = demonstration(), demonstration(quick=True)
-    assert full.base == NANO.base and quick.base.steps < 10
+    assert full.base == replace(NANO.base, steps=300) and quick.base.steps < 10
     assert full.variants == quick.variants
     assert [one.label for one in full.variants] == [
         *("PolarExpMuon", "GramMuon", "CacheMuon gamma=2", "CacheMuon gamma=5", "CacheMuon gamma=15"),
