@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 import torch
 
@@ -27,9 +27,17 @@ from cachemuon_lab.config import RunConfig
 
 CONFIG, ENVIRONMENT, RECORD = "config.json", "environment.json", "record.jsonl"
 CHECKPOINT = Path("checkpoints", "latest.pt")
-KINDS = ("step", "validation", "probe", "age", "end")
+KINDS = {
+    "step": ("loss", "hits", "misses", "flops", "flops_paper"),
+    "validation": ("loss", "accuracy"),
+    "probe": ("name", "residual", "cosine", "accepted", "age"),
+    "age": ("name", "age", "cosine"),
+    "end": ("seconds", "best_loss"),
+}
+"""The kinds of a record's lines, and what each must hold beside its step."""
 
 Line = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,14 +59,12 @@ class Run:
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{folder} is no run: it has no {CONFIG}")
-        config = RunConfig.from_json((folder / CONFIG).read_text(encoding="utf-8"))
+        config = _read(folder / CONFIG, RunConfig.from_json)
         environment = {}
         if (folder / ENVIRONMENT).is_file():
-            environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+            environment = _read(folder / ENVIRONMENT, _object)
         kinds: dict[str, list[Line]] = {kind: [] for kind in KINDS}
         for line in read_lines(folder / RECORD):
-            if line.get("kind") not in kinds:
-                raise ValueError(f"{folder / RECORD} has a line of kind {line.get('kind')!r}, not of {KINDS}")
             kinds[line["kind"]].append(line)
         steps, validations, probes, ages, end = kinds.values()
         return cls(folder, config, environment, steps, validations, probes, ages, end[-1] if end else None)
@@ -77,15 +83,34 @@ def read_lines(path: Path) -> list[Line]:
     texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, text in enumerate(texts, start=1):
         try:
-            line = json.loads(text)
-            if not isinstance(line, dict):
-                raise ValueError("no object")
+            line = _object(text)
         except ValueError as error:
             if number == len(texts):
                 break
             raise ValueError(f"{path}, line {number}, is no record: {text[:60]!r}") from error
+        fields = KINDS.get(line.get("kind", ""))
+        if fields is None:
+            raise ValueError(f"{path}, line {number}, is of kind {line.get('kind')!r}, not of {tuple(KINDS)}")
+        if missing := [name for name in ("step", *fields) if name not in line]:
+            raise ValueError(f"{path}, line {number}, of kind {line['kind']!r}, lacks {', '.join(missing)}")
+        if not isinstance(line["step"], int):
+            raise ValueError(f"{path}, line {number}: step must be an integer, got {line['step']!r}")
         lines.append(line)
     return lines
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {type(value).__name__}")
+    return value
+
+
+def _read(path: Path, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 class Record:

@@ -35,7 +35,7 @@ from cachemuon_lab.data.tokens import TokenBatches, TokenFile
 from cachemuon_lab.diagnostics import make_observer
 from cachemuon_lab.models import GPT2Config, Model, build
 from cachemuon_lab.optimizers import Meter, make_optimizer
-from cachemuon_lab.record import CHECKPOINT, CONFIG, Record, Run, describe_environment
+from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Record, Run, describe_environment
 from cachemuon_lab.tensorboard import TensorBoard
 
 Progress = Callable[[dict[str, Any]], None]
@@ -298,7 +298,12 @@ def _open_record(
     if standing.step == 0:
         (folder / CHECKPOINT).unlink(missing_ok=True)
     described = json.loads(json.dumps(data.describe()))
-    before = Run.open(folder).environment.get("data", described) if standing.step else described
+    before = described
+    if standing.step:
+        run = Run.open(folder)
+        if not run.steps or run.steps[-1]["step"] < standing.step:
+            raise ValueError(f"{folder / RECORD} is damaged: the checkpoint is of step {standing.step}")
+        before = run.environment.get("data", described)
     if before != described:
         raise ValueError(f"the data is not what the run in {folder} began with: {before}, now {described}")
     used = config.autocast if _autocast(config, device) is not nullcontext else None
@@ -344,7 +349,12 @@ def _restored(
     if not (folder / CHECKPOINT).exists():
         return Standing()
     state = checkpoint.load(folder / CHECKPOINT)
-    model.load_state_dict(state["model"])
+    if missing := {"standing", "generators", "model", "optimizer"} - state.keys():
+        raise ValueError(f"{folder / CHECKPOINT} is damaged: it lacks {', '.join(sorted(missing))}")
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{folder / CHECKPOINT} is of another model: {error}") from error
     optimizer.load_state_dict(state["optimizer"])
     if ranks.rank < len(state["generators"]):
         checkpoint.restore_generators(state["generators"][ranks.rank], device)

@@ -37,6 +37,9 @@ RESNET = replace(
 )
 
 
+NOTHING = {"hits": 0, "misses": {}, "flops": 0, "flops_paper": 0}
+
+
 @pytest.mark.parametrize("config", [GPT2, RESNET], ids=["gpt2", "resnet"])
 def test_json_round_trip(config):
     assert RunConfig.from_json(config.to_json()) == config
@@ -243,7 +246,7 @@ def test_constant_is_constant():
 def write_run(folder, steps=3):
     with Record(folder, GPT2, {"python": "3"}) as record:
         for step in range(1, steps + 1):
-            record.write("step", step, loss=1.0 / step)
+            record.write("step", step, loss=1.0 / step, **NOTHING)
             record.write("validation", step, loss=2.0, accuracy=None)
         record.write("probe", steps, name="w", residual=1.0, cosine=0.5, accepted=True, age=1)
         record.write("age", steps, name="w", age=1, cosine=0.5)
@@ -281,7 +284,7 @@ def test_a_line_broken_in_the_middle_is_an_error(tmp_path):
 def test_a_resumed_record_is_cut_back(tmp_path):
     write_run(tmp_path)
     with Record(tmp_path, GPT2, {}, step=2) as record:
-        record.write("step", 3, loss=9.0)
+        record.write("step", 3, loss=9.0, **NOTHING)
     assert [(line["kind"], line["step"]) for line in read_lines(tmp_path / "record.jsonl")] == [
         ("step", 1),
         ("validation", 1),
