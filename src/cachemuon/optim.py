@@ -182,7 +182,7 @@ class CacheMuon(MatrixOptimizer):
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
         states = list({id(x.state): x.state for x in matrices}.values())
-        rows = torch.cat([state["counters"] for state in states]).tolist()
+        rows = torch.cat([state["counters"] for state in states]).tolist()  # they live on the host
         for x, row in zip(matrices, rows, strict=True):
             x.counters = row
         blocks = _Blocks()
