@@ -494,7 +494,7 @@ def _conclusion(comparison: Comparison) -> str:
         "Of GramMuon's orthogonalization FLOPs CacheMuon saved, by the paper's count (and as executed), "
         f"{', '.join(saved)}.\n"
         f"Its best validation loss was, beside GramMuon's {best.mean if best else 0:.3f} (less is better), "
-        f"{', '.join(lost)}; this is one seed, and differences of a few hundredths are noise: "
+        f"{', '.join(lost)}; this is one seed, and differences of a few hundredths may be noise: "
         "`cachemuon compare gpt2-nano --seeds 3` says more."
     )
 

@@ -160,7 +160,7 @@ def finished(run: Run) -> dict[str, Any]:
 def demonstration(*, quick: bool = False) -> Recipe:
     """What `cachemuon demo` compares: a shorter gpt2-nano, fewer optimizers; `quick` is a toy for tests.
 
-    On two idle cores a run takes about 33 seconds, all six a little over three minutes.
+    On two idle cores all six runs take a little over three minutes.
     """
     nano = recipe("gpt2-nano")
     polar, gram = (variant(nano, kind) for kind in ("polar", "gram"))
