@@ -14,7 +14,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .groups import matrix_shape
-from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
+from .matrices import ADJUST_LR_FNS, Matrix, Workspace, matrices_of
 from .polar import Solver, full_precision
 from .stats import COLUMNS, Event, new_counters, outcome_counts, summary
 
@@ -40,6 +40,8 @@ class MatrixOptimizer(Optimizer):
     """
 
     counters_on_host = False
+    RECIPE: tuple[str, ...] = ("solver", "eps", "momentum", "nesterov", "step")
+    """The settings that matrices must share to be worked on together; lr and decay may differ."""
 
     def __init__(self, params: ParamsT, solver: Solver, eps: float | None, **settings: Any) -> None:
         settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
@@ -116,10 +118,18 @@ class MatrixOptimizer(Optimizer):
                 self._adam(group, [param for _, param in members])
                 continue
             group["step"] += 1
+            recipe = tuple(group[key] for key in self.RECIPE)
             for name, param in members:
-                matrices += matrices_of(name, param, group, self._matrix_state(param, group))
+                matrices += matrices_of(name, param, group, self._matrix_state(param, group), recipe)
         if matrices:
             self._orthogonalize(matrices)
+
+    def _workspace(self) -> Workspace:
+        workspace: Workspace = self.__dict__.setdefault("_memory", Workspace())
+        return workspace
+
+    def _settle(self) -> None:
+        """Bring the state up to date with what is still on its way to the host."""
 
     def _with_grad(self, index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name, param in _named(group, index):
@@ -135,7 +145,7 @@ class MatrixOptimizer(Optimizer):
             number = matrix_shape(param.shape, group["view"])[0]
             device = "cpu" if self.counters_on_host else param.device
             state["counters"] = torch.tensor([new_counters()] * number, device=device)
-            state["residuals"] = torch.full((number, 2), math.nan, device=param.device)
+            state["residuals"] = torch.full((number, 3), math.nan, device=param.device)
         return state
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -168,6 +178,7 @@ class MatrixOptimizer(Optimizer):
 
     def state_dict(self) -> StateDict:
         """The state; solvers, which `weights_only=True` would not load, are written as their text."""
+        self._settle()
         packed = super().state_dict()
         for group in packed["param_groups"]:
             if "solver" in group:
@@ -229,7 +240,7 @@ class MatrixOptimizer(Optimizer):
         matrices: dict[str, dict[str, Any]] = {}
         totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_paper": 0}
         for name, group, param, counters, residuals in self._records():
-            entry = summary(counters, *residuals)
+            entry = summary(counters, *residuals[:2])
             entry["flops"], entry["flops_paper"] = self._price(group, param, outcome_counts(counters))
             matrices[name] = entry
             for key in ("calls", "hits", "flops", "flops_paper"):
@@ -241,12 +252,13 @@ class MatrixOptimizer(Optimizer):
     def events(self) -> dict[str, Event]:
         """The last decision of the gate about each matrix, by name. Reads from the device."""
         return {
-            name: Event.of(counters, *residuals)
+            name: Event.of(counters, *residuals[:2])
             for name, _, _, counters, residuals in self._records()
             if counters[COLUMNS.index("last")] >= 0
         }
 
     def _records(self) -> Iterator[tuple[str, dict[str, Any], Tensor, list[int], list[float]]]:
+        self._settle()
         for index, group in enumerate(self.param_groups):
             if not group["use_muon"]:
                 continue

@@ -1,4 +1,4 @@
-"""CacheGNS: probe the cached transform, decide, apply it or solve again."""
+"""CacheGNS: probe the cached transform, decide, apply it or solve again; and the guard of its cost."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .polar import GramNS, full_precision, restore, widen
+from .flops import Executed
+from .polar import GramNS, apply_left, full_precision, normalizer, rescale, restore, wide_batch
 from .probe import exact_residual, random_block, sketched_residual
 from .stats import NO_AGE, REFRESHES, Event
 
 PROBES = ("sketch", "exact")
+GATES = ("sync", "lagged")
 
 
-def decide(*, finite: bool, age: int, residual: float, gamma: float, max_age: int | None) -> str:
+def decide(
+    *, finite: bool, age: int, residual: float, gamma: float, max_age: int | None, resting: bool = False
+) -> str:
     """The gate: one of `OUTCOMES`. The paper's rule is `residual <= gamma`; a NaN residual is a miss.
 
     `age` is the number of steps since the refresh, this one included; `NO_AGE` without a transform.
+    `resting` says that the guard has set the cache aside.
 
     >>> decide(finite=True, age=3, residual=0.9, gamma=2.0, max_age=None)
     'hit'
@@ -27,6 +32,8 @@ def decide(*, finite: bool, age: int, residual: float, gamma: float, max_age: in
     """
     if not finite:
         return "non-finite"
+    if resting:
+        return "guarded"
     if age == NO_AGE:
         return "cold"
     if not probed(age, max_age):
@@ -37,6 +44,65 @@ def decide(*, finite: bool, age: int, residual: float, gamma: float, max_age: in
 def probed(age: int, max_age: int | None) -> bool:
     """Whether a transform of this age is probed at all: it exists, and is not too old."""
     return age != NO_AGE and (max_age is None or age <= max_age)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The break-even guard of one shape: it sets the cache aside where it costs more than it saves.
+
+    A matrix has a balance, in thousandths of its cheapest fresh solve. A hit earns what it saves of that
+    solve, a miss pays what it costs beyond it, so the balance falls exactly while the hit rate is below
+    break-even. At a debt of one solve the cache rests: the matrix is solved by the cheapest solver, and
+    tried again after 32 steps, then 64, up to 1024; after a try that paid, 32 again. All tries of T steps
+    together thus cost at most log2(T / 32) + 1 solves, and a later miss is paid from what was saved.
+
+    >>> guard = Guard.of(Executed(768, 768, restarts=1))
+    >>> guard.gains["hit"] > 900, guard.gains["residual"] < -250
+    (True, True)
+    >>> (balance, wait, interval), tries = (0, 0, 0), 0
+    >>> while not wait:
+    ...     balance, wait, interval = guard.after("residual", balance, wait, interval)
+    ...     tries += 1
+    >>> tries, wait
+    (4, 32)
+    """
+
+    gains: dict[str, int]
+
+    DEBT = 1000
+    CAP = 4000  # savings that a cache may live on when it no longer hits
+    INTERVALS = (32, 1024)
+    LEAST_FEE = 50  # thin products are bound by memory: a probe takes more time than its FLOPs say
+
+    @classmethod
+    def of(cls, cost: Executed, *, lagged: bool = False) -> Guard:
+        """The guard for matrices of that cost. A lagged gate makes no probe before it solves."""
+
+        def gain(price: int) -> int:
+            return round(1000 * (1 - price / cost.baseline))
+
+        miss = gain(cost.cold if lagged else cost.miss)
+        return cls({"hit": gain(cost.hit), "residual": min(miss, -cls.LEAST_FEE), "cold": gain(cost.cold)})
+
+    def resting(self, wait: int) -> bool:
+        """Whether the cache is set aside: after tries that failed, or since not even hits would pay."""
+        return wait > 0 or self.gains["hit"] <= 0
+
+    def after(self, outcome: str, balance: int, wait: int, interval: int) -> tuple[int, int, int]:
+        """Balance, steps still to wait, and the length of the last wait, after an outcome."""
+        if outcome == "guarded":
+            return balance, max(wait - 1, 0), interval
+        if outcome == "non-finite":
+            return balance, wait, interval
+        gain = self.gains["cold" if outcome == "stale" else outcome]
+        balance = min(balance + gain, self.CAP)
+        if balance > 0:
+            interval = 0
+        if balance > -self.DEBT:
+            return balance, 0, interval
+        first, longest = self.INTERVALS
+        interval = min(max(first, 2 * interval), longest)
+        return 0, interval, interval
 
 
 @dataclass(frozen=True)
@@ -103,44 +169,61 @@ class CacheGNS:
         seed: int,
         step: int,
     ) -> tuple[Tensor, Tensor | None, Event | tuple[Event, ...]]:
-        X = widen(M, self.fresh.eps)
-        B, n = X.shape[:2]
-        z = random_block(n, self.vectors, seed=seed, step=step, device=X.device, dtype=X.dtype)
-        finite = torch.isfinite(X).flatten(1).all(dim=1)
+        U = wide_batch(M)
+        B, n = U.shape[:2]
+        scale = normalizer(U, self.fresh.eps)
+        z = random_block(n, self.vectors, seed=seed, step=step, device=U.device, dtype=scale.dtype)
         next_age = NO_AGE if transform is None else age + 1
-        Q = X.new_zeros(B, n, n) if transform is None else transform.reshape(B, n, n).clone()
-        residual, candidate = X.new_full((B,), math.nan), None
-        if probed(next_age, max_age):
-            residual, candidate = self.measure(X, Q, z)
+        Q = None if transform is None else transform.reshape(B, n, n)
+        residual, candidate = torch.full_like(scale.flatten(), math.nan), None
+        if Q is not None and probed(next_age, max_age):
+            residual, candidate = self.measure(U, scale, Q, z)
         outcomes = [
-            decide(finite=ok, age=next_age, residual=err, gamma=gamma, max_age=max_age)
-            for ok, err in zip(finite.tolist(), residual.tolist(), strict=True)
+            decide(finite=math.isfinite(s), age=next_age, residual=err, gamma=gamma, max_age=max_age)
+            for s, err in torch.stack((scale.flatten(), residual), dim=1).tolist()
         ]
-        direction, refreshed = torch.zeros_like(X), X.new_full((B,), math.nan)
         hits = [i for i, outcome in enumerate(outcomes) if outcome == "hit"]
         solves = [i for i, outcome in enumerate(outcomes) if outcome in REFRESHES]
-        if hits:
-            direction[hits] = self.apply(X[hits], Q[hits]) if candidate is None else candidate[hits]
-        if solves:
-            direction[solves], Q[solves], refreshed[solves] = self.refresh(X[solves], z)
+        refreshed = torch.full_like(residual, math.nan)
+        if len(solves) == B:
+            direction, Q, refreshed = self.refresh(rescale(U, scale), z)
+        elif Q is not None and len(hits) == B:
+            direction = self.apply(U, scale, Q) if candidate is None else candidate
+        else:
+            direction = torch.zeros_like(U, dtype=scale.dtype)
+            Q = None if Q is None and not solves else direction.new_zeros(B, n, n) if Q is None else Q.clone()
+            if hits and Q is not None:
+                formed = self.apply(U[hits], scale[hits], Q[hits]) if candidate is None else candidate[hits]
+                direction[hits] = formed
+            if solves and Q is not None:
+                fresh, Q[solves], refreshed[solves] = self.refresh(rescale(U[solves], scale[solves]), z)
+                direction[solves] = fresh
         events = tuple(
             Event(outcome, err, fresh_err, 0 if outcome in REFRESHES else max(next_age, 0))
             for outcome, err, fresh_err in zip(outcomes, residual.tolist(), refreshed.tolist(), strict=True)
         )
-        kept = None if transform is None and not solves else Q.reshape(*M.shape[:-2], n, n)
+        kept = None if Q is None else Q.reshape(*M.shape[:-2], n, n)
         return restore(direction, M), kept, events if M.ndim > 2 else events[0]
 
-    def measure(self, X: Tensor, Q: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual of `Q X` for each matrix of a batch, and the candidate if it was formed."""
+    def measure(self, U: Tensor, scale: Tensor, Q: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual of `Q X`, `X = scale U`, for each matrix of a batch, and `Q X` if it was formed."""
         if self.probe == "exact":
-            C = self.apply(X, Q)
+            C = self.apply(U, scale, Q)
             return exact_residual(C), C
-        return sketched_residual(z, Q, X), None
+        return sketched_residual(z, Q * scale, U.to(Q.dtype)), None
 
-    def apply(self, X: Tensor, Q: Tensor) -> Tensor:
-        """The cached direction `Q X`."""
-        dtype = self.fresh.precision(X)
-        return (Q.to(dtype) @ X.to(dtype)).to(X.dtype)
+    def apply(
+        self, U: Tensor, scale: Tensor, Q: Tensor, gain: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The cached direction `Q X` of `X = scale U`, times `gain` if given.
+
+        In full precision the factors go into the small Q, and X is never formed.
+        """
+        dtype = self.fresh.precision(scale)
+        if dtype == Q.dtype:
+            return apply_left(Q * (scale if gain is None else scale * gain), U.to(dtype), out)
+        direction = apply_left(Q.to(dtype), rescale(U, scale).to(dtype)).to(Q.dtype)
+        return direction if gain is None else torch.mul(direction, gain, out=out)
 
     def refresh(self, X: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """FreshGNS: direction, new transform, and the estimated residual of that direction.

@@ -26,6 +26,7 @@ OUTCOMES = {
     "residual": "miss",  # the gate refused the transform
     "stale": "cold",  # its age did: not probed
     "fresh": "gram",  # a solve that keeps no transform
+    "guarded": "baseline",  # the cheapest solve, the cache set aside
     "non-finite": None,  # skipped: no product at all
 }
 """Every outcome of one call, and the attribute of `Cost` that prices it."""

@@ -1,7 +1,9 @@
-"""Parameters as matrices: views of one wide orientation, batches of one shape, momentum, update.
+"""Parameters as matrices: batches of one shape, their momentum, their step.
 
 A parameter is one matrix, or a stack of them. For a step each becomes a `Matrix`; those that agree in
 shape and settings are stacked and worked on together. Nothing here reads a tensor on the host.
+Everything element by element happens in the parameter's own layout, also for tall matrices, whose wide
+form is a transposed view: adding a matrix to one that lies the other way takes ten times as long.
 """
 
 from __future__ import annotations
@@ -20,57 +22,71 @@ from .groups import matrix_shape
 
 @dataclass(slots=True, eq=False)
 class Matrix:
-    """One matrix at one step. `grad` and `momentum` are its wide views (n <= m); `param` is the
-    parameter itself, or its slice where the parameter is a stack. What stands below `index` is
-    filled in by CacheMuon while it decides.
+    """One matrix at one step. `grad` and `momentum` are rows x cols; `param` is the parameter itself,
+    or its slice where the parameter is a stack. What stands below `index` is filled in by CacheMuon
+    while it decides.
     """
 
     name: str
     param: Tensor
     grad: Tensor
     momentum: Tensor
-    tall: bool
     group: dict[str, Any]
     state: dict[str, Any]
-    index: int  # in the stack
+    kind: Hashable  # of one kind are matrices that can be worked on together
+    index: int = 0  # in the stack
     counters: list[int] = field(default_factory=list)
     outcome: str = ""
     scale: Tensor | None = None  # of its normalization
     candidate: Tensor | None = None
 
     @property
+    def tall(self) -> bool:
+        """Whether it is worked on as its transpose."""
+        return self.grad.shape[0] > self.grad.shape[1]
+
+    @property
     def shape(self) -> tuple[int, int]:
         """`(n, m)`, wide."""
-        return self.grad.shape[0], self.grad.shape[1]
+        rows, cols = self.grad.shape
+        return (cols, rows) if rows > cols else (rows, cols)
 
 
-def matrices_of(name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> list[Matrix]:
-    """The matrices of a parameter that has a gradient; its momentum buffer is made on first sight."""
+def matrices_of(
+    name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any], recipe: Hashable
+) -> list[Matrix]:
+    """The matrices of a parameter that has a gradient; its momentum buffer is made on first sight.
+
+    `recipe` are the settings that matrices must share to be worked on together.
+    """
     assert param.grad is not None
     count, rows, cols = _matrix_shape(param.shape, group["view"])
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    grads = param.grad.to(param.dtype).reshape(count, rows, cols)
-    momenta = state["momentum_buffer"].view(count, rows, cols)
-    tall = rows > cols
-    if tall:
-        grads, momenta = grads.mT, momenta.mT
+    grad, momentum = param.grad, state["momentum_buffer"]
+    if grad.dtype != param.dtype:
+        grad = grad.to(param.dtype)
+    kind = (rows, cols, param.dtype, param.device, recipe)
     if count == 1:
-        return [Matrix(name, param, grads[0], momenta[0], tall, group, state, 0)]
+        grad, momentum = grad.reshape(rows, cols), momentum.view(rows, cols)
+        return [Matrix(name, param, grad, momentum, group, state, kind)]
     slices = [param]
     for _ in range(param.ndim - 2):  # not one view: a 4-D stack may be in channels_last
         slices = [part for whole in slices for part in whole.unbind(0)]
+    grads, momenta = grad.reshape(count, rows, cols), momentum.view(count, rows, cols)
     parts = zip(slices, grads.unbind(0), momenta.unbind(0), strict=True)
-    return [Matrix(f"{name}[{i}]", p, g, m, tall, group, state, i) for i, (p, g, m) in enumerate(parts)]
+    return [Matrix(f"{name}[{i}]", p, g, m, group, state, kind, i) for i, (p, g, m) in enumerate(parts)]
 
 
-def batches(matrices: Iterable[Matrix], key: Callable[[Matrix], Hashable]) -> Iterator[list[Matrix]]:
-    """Matrices of one shape, dtype, device and key, as many at a time as their group's
-    `max_workspace_bytes` hold, and at least one.
+def batches(
+    matrices: Iterable[Matrix], key: Callable[[Matrix], Hashable] = lambda x: None
+) -> Iterator[list[Matrix]]:
+    """Matrices of one kind and key, as many at a time as their group's `max_workspace_bytes` hold,
+    and at least one.
     """
     alike: dict[Hashable, list[Matrix]] = {}
     for x in matrices:
-        alike.setdefault((x.shape, x.momentum.dtype, x.momentum.device, key(x)), []).append(x)
+        alike.setdefault((x.kind, key(x)), []).append(x)
     for members in alike.values():
         ceiling = min(x.group["max_workspace_bytes"] for x in members)
         size = max(1, ceiling // workspace_bytes(*members[0].shape, members[0].momentum.dtype))
@@ -81,9 +97,45 @@ def batches(matrices: Iterable[Matrix], key: Callable[[Matrix], Hashable]) -> It
 def workspace_bytes(n: int, m: int, dtype: torch.dtype) -> int:
     """What working on one n x m matrix takes at most beside the state.
 
-    Four n x m (stacked gradient and momentum, normalized matrix, direction), five n x n (the solver's).
+    Five n x m: the stacked momentum, the workspace's scratch and step, and the solver's two. Five n x n.
     """
-    return torch.promote_types(dtype, torch.float32).itemsize * (4 * n * m + 5 * n * n)
+    return torch.promote_types(dtype, torch.float32).itemsize * (5 * n * m + 5 * n * n)
+
+
+class Workspace:
+    """Memory that the batches of a step use one after the other, kept for the next step.
+
+    On a CPU a fresh allocation of this size costs as much as the pass that fills it: the system hands
+    out every page anew.
+
+    >>> workspace, X = Workspace(), torch.randn(1, 3, 2).mT
+    >>> one, two = (workspace.take("scratch", X) for _ in range(2))
+    >>> one.data_ptr() == two.data_ptr(), one.stride() == X.stride()
+    (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[Hashable, Tensor] = {}
+
+    def prepare(self, batch: list[Matrix]) -> None:
+        """Let go of what batches of other shapes left, where that and this batch would pass the ceiling."""
+        kept = sum(memory.numel() for memory in self._memory.values())
+        needed = len(batch) * workspace_bytes(*batch[0].shape, batch[0].momentum.dtype)
+        if kept + needed > batch[0].group["max_workspace_bytes"]:
+            largest = batch[0].momentum.numel() * len(batch) * 8
+            for key in [key for key, memory in self._memory.items() if memory.numel() > largest]:
+                del self._memory[key]
+
+    def take(self, role: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory in the shape and layout of `like (B, n, m)`. The same role gets the same memory."""
+        dtype = like.dtype if dtype is None else dtype
+        size = like.numel() * dtype.itemsize
+        memory = self._memory.get((role, like.device))
+        if memory is None or memory.numel() < size:
+            self._memory[role, like.device] = memory = like.new_empty(size, dtype=torch.uint8)
+        transposed = like.stride(-2) == 1 and like.stride(-1) != 1
+        taken = memory[:size].view(dtype).view(like.mT.shape if transposed else like.shape)
+        return taken.mT if transposed else taken
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -91,68 +143,74 @@ def stack(tensors: list[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
-def accumulate(batch: list[Matrix], momentum: float) -> Tensor:
-    """`M <- momentum M + (1 - momentum) G` for each matrix; returns where that is finite, `(B,)`.
+def accumulate(batch: list[Matrix], momentum: float, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """`M <- momentum M + (1 - momentum) G` for each matrix: all M, `(B, rows, cols)`, and which gradients
+    could be taken in, `(B,)`.
 
     The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum.
     """
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
-    updated = torch.lerp(M, G, 1 - momentum)
+    updated = torch.lerp(M, G, 1 - momentum, out=workspace.take("scratch", M))
     finite = torch.isfinite(updated.amax(dim=(1, 2))) & torch.isfinite(updated.amin(dim=(1, 2)))
-    updated = torch.where(finite.view(-1, 1, 1), updated, M)
-    torch._foreach_copy_([x.momentum for x in batch], list(updated.unbind(0)))
-    return finite
+    torch.where(finite.view(-1, 1, 1), updated, M, out=M)
+    if len(batch) > 1:
+        torch._foreach_copy_([x.momentum for x in batch], list(M.unbind(0)))
+    return M, finite
 
 
-def update_matrices(batch: list[Matrix], momentum: float, nesterov: bool, finite: Tensor | None) -> Tensor:
-    """What is orthogonalized, `(B, n, m)`: M, or with Nesterov `momentum M + (1 - momentum) G`.
+def update_matrices(
+    batch: list[Matrix],
+    momentum: float,
+    nesterov: bool,
+    *,
+    M: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> Tensor:
+    """What is orthogonalized, wide `(B, n, m)`: M, or with Nesterov `momentum M + (1 - momentum) G`.
 
-    `finite=None` promises that every gradient is.
+    `M` are the momenta, if they are stacked already; `finite=None` promises that every gradient is.
     """
-    M = stack([x.momentum for x in batch])
-    if not nesterov:
-        return M
-    G = stack([x.grad for x in batch])
-    if finite is not None:
-        G = torch.where(finite.view(-1, 1, 1), G, M)
-    return torch.lerp(G, M, momentum)
+    U = stack([x.momentum for x in batch]) if M is None else M
+    if nesterov:
+        G = stack([x.grad for x in batch])
+        if finite is not None:
+            G = torch.where(finite.view(-1, 1, 1), G, U)
+        U = torch.lerp(G, U, momentum)
+    return U.mT if batch[0].tall else U
 
 
-def apply_directions(batch: list[Matrix], directions: Tensor, finite: Tensor | None = None) -> None:
-    """`W <- (1 - lr weight_decay) W - lr ratio D`; where a gradient was not finite, W stays.
+def step_lengths(batch: list[Matrix], like: Tensor, finite: Tensor | None = None) -> Tensor:
+    """`-lr ratio` for each matrix, `(B, 1, 1)` in the dtype of `like`; 0 where a gradient was not finite."""
+    return _factors(batch, [-x.group["lr"] * _ratio_of(x) for x in batch], like, finite).view(-1, 1, 1)
 
-    `directions (B, n, m)` are overwritten. `finite=None` promises that every gradient is.
+
+def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) -> None:
+    """`W <- W - lr weight_decay W + step`; where a gradient was not finite, W stays.
+
+    `steps`, wide `(B, n, m)`, carry their lengths. `finite=None` promises that every gradient is.
     """
     params = [x.param for x in batch]
-    steps = [
-        (D.mT if x.tall else D).reshape(x.param.shape)
-        for x, D in zip(batch, directions.unbind(0), strict=True)
-    ]
-    decays = [1 - x.group["lr"] * x.group["weight_decay"] for x in batch]
-    _multiply(steps, [-x.group["lr"] * _ratio_of(x) for x in batch])
-    if finite is None:
-        _multiply(params, decays)
-        torch._foreach_add_(params, steps)
-        return
-    moved = [param.clone() for param in params]
-    _multiply(moved, decays)
-    torch._foreach_add_(moved, steps)
-    for param, new, ok in zip(params, moved, finite.unbind(0), strict=True):
-        torch.where(ok, new, param, out=param)
+    decays = [-x.group["lr"] * x.group["weight_decay"] for x in batch]
+    if any(isinstance(decay, Tensor) or decay for decay in decays):
+        factors = list(_factors(batch, decays, steps, finite).unbind(0))
+        torch._foreach_addcmul_(params, params, factors)
+    own = list((steps.mT if batch[0].tall else steps).unbind(0))
+    if any(param.ndim > 2 for param in params):
+        own = [step.reshape(param.shape) for step, param in zip(own, params, strict=True)]
+    torch._foreach_add_(params, own)
 
 
-def _multiply(tensors: list[Tensor], factors: list[Any]) -> None:
-    if any(isinstance(factor, Tensor) for factor in factors):
-        factors = [
-            torch.as_tensor(factor, device=t.device) for t, factor in zip(tensors, factors, strict=True)
-        ]
-    torch._foreach_mul_(tensors, factors)
+def _factors(batch: list[Matrix], values: list[Any], like: Tensor, finite: Tensor | None) -> Tensor:
+    if any(isinstance(value, Tensor) for value in values):
+        scalars = [torch.as_tensor(v, dtype=like.dtype, device=like.device).reshape(()) for v in values]
+        factors = torch.stack(scalars)
+    else:
+        factors = torch.tensor(values, dtype=like.dtype, device=like.device)
+    return factors if finite is None else torch.where(finite, factors, 0)
 
 
 def _ratio_of(x: Matrix) -> float:
-    n, m = x.shape
-    rows, cols = (m, n) if x.tall else (n, m)
-    return lr_ratio(x.group["adjust_lr_fn"], rows, cols)
+    return lr_ratio(x.group["adjust_lr_fn"], *x.grad.shape)
 
 
 ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")

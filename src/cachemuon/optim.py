@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -9,17 +10,26 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer
-from .cache import CacheGNS, check_gate, decide, probed
+from .cache import GATES, CacheGNS, Guard, check_gate, decide, probed
 from .flops import Executed, Paper, executed_by, price
 from .groups import matrix_shape
-from .matrices import Matrix, accumulate, apply_directions, batches, stack, update_matrices
-from .polar import AutoNS, GramNS, Solver, StandardNS, normalize, normalizer, rescale
+from .matrices import (
+    Matrix,
+    Workspace,
+    accumulate,
+    batches,
+    descend,
+    stack,
+    step_lengths,
+    update_matrices,
+)
+from .polar import AutoNS, GramNS, Solver, StandardNS, cheaper, normalize, normalizer, rescale
 from .probe import random_block
 from .schedules import QUINTIC, Schedule
-from .stats import AGE, COLUMNS, NO_AGE, OUTCOMES, REFRESHES, Readback, count
+from .stats import AGE, COLUMNS, GUARD, NO_AGE, OUTCOMES, REFRESHES, Ledger, Readback, count
 
 
 class Muon(MatrixOptimizer):
@@ -71,16 +81,22 @@ class Muon(MatrixOptimizer):
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
         self._warn_of_last_step()
-        flags = []
-        for batch in batches(matrices, key=_recipe):
-            group = batch[0].group
-            finite = accumulate(batch, group["momentum"])
-            U = update_matrices(batch, group["momentum"], group["nesterov"], finite)
-            D = group["solver"].solve(normalize(U, group["eps"]))
-            apply_directions(batch, D, finite)
+        workspace, flags = self._workspace(), []
+        for batch in batches(matrices):
+            finite, D = self._solve(batch, workspace)
+            descend(batch, D.mul_(step_lengths(batch, D, finite)), finite)
             _count_on_device(batch, finite)
             flags.append(finite.all())
         self._flags = Readback(torch.stack([flag.to(flags[0].device) for flag in flags]))
+
+    def _solve(self, batch: list[Matrix], workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """Accumulate momentum and solve: which gradients are finite, and the wide directions."""
+        group = batch[0].group
+        workspace.prepare(batch)
+        M, finite = accumulate(batch, group["momentum"], workspace)
+        U = update_matrices(batch, group["momentum"], group["nesterov"], M=M, finite=finite)
+        X = normalize(U, group["eps"], out=_scratch(workspace, U))
+        return finite, group["solver"].solve(X)
 
     def _warn_of_last_step(self) -> None:
         # One step late, and only if it has arrived: to warn at once would wait for the device.
@@ -107,8 +123,12 @@ class CacheMuon(MatrixOptimizer):
     The transform Q of a matrix's last solve is probed on its new momentum: if the residual of `Q X`
     is at most `gamma`, `Q X` is the direction (a hit); else it is solved anew and Q replaced (a miss).
     `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes
-    it. A transform older than `max_age` steps is not used. All residuals of a step are read on the
-    host together. `cache_stats()` tells what was decided.
+    it. A transform older than `max_age` steps is not used. `cache_stats()` tells what was decided.
+
+    `gate="sync"` reads all residuals of a step on the host together, then decides. `gate="lagged"`
+    decides on the last residual known for a transform, which was read while other work went on: the
+    host never waits, and a transform that has gone bad is used once before it is replaced.
+    `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`).
 
     >>> W = torch.nn.Parameter(torch.zeros(4, 6))
     >>> opt = CacheMuon([W], lr=0.01, gamma=5.0)
@@ -121,6 +141,7 @@ class CacheMuon(MatrixOptimizer):
     """
 
     counters_on_host = True  # the gate decides on the host
+    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "seed", "gate")
 
     def __init__(
         self,
@@ -139,6 +160,8 @@ class CacheMuon(MatrixOptimizer):
         vectors: int = 8,
         max_age: int | None = None,
         seed: int = 0,
+        gate: str = "sync",
+        guard: bool = True,
         solver: GramNS | None = None,
         max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
     ) -> None:
@@ -158,18 +181,21 @@ class CacheMuon(MatrixOptimizer):
             vectors=vectors,
             max_age=max_age,
             seed=seed,
+            gate=gate,
+            guard=guard,
             max_workspace_bytes=max_workspace_bytes,
         )
 
     @classmethod
     def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
-        """The paper's algorithm, A.4 and A.5, and nothing else: the exact probe, no age limit.
+        """The paper's algorithm, A.4 and A.5, and nothing else: the exact probe, no age limit, no guard.
 
         `settings` are those of Muon (momentum, weight_decay, ...); a `gamma` of 0 makes it GramMuon.
         """
-        if taken := sorted({"probe", "vectors", "max_age", "seed"}.intersection(settings)):
+        added = {"probe", "vectors", "max_age", "seed", "gate", "guard"}
+        if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
-        return cls(params, lr=lr, gamma=gamma, probe="exact", **settings)
+        return cls(params, lr=lr, gamma=gamma, probe="exact", guard=False, **settings)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -178,81 +204,161 @@ class CacheMuon(MatrixOptimizer):
             raise ValueError(f"solver must be a GramNS, which yields a transform, got {group['solver']!r}")
         if not isinstance(group["seed"], int):
             raise ValueError(f"seed must be an integer, got {group['seed']!r}")
+        if group["gate"] not in GATES:
+            raise ValueError(f"gate must be one of {', '.join(map(repr, GATES))}, got {group['gate']!r}")
+        if not isinstance(group["guard"], bool):
+            raise ValueError(f"guard must be True or False, got {group['guard']!r}")
         _cache_of(group)
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        self._settle()
         states = list({id(x.state): x.state for x in matrices}.values())
-        rows = torch.cat([state["counters"] for state in states]).tolist()  # they live on the host
+        counters = [state["counters"] for state in states]
+        rows = [row for tensor in counters for row in self._ledger("counters").rows(tensor)]
         for x, row in zip(matrices, rows, strict=True):
             x.counters = row
         blocks = _Blocks()
-        for window in _windows(matrices):
+        lagged = [x for x in matrices if x.group["gate"] == "lagged"]
+        for window in _windows([x for x in matrices if x.group["gate"] == "sync"]):
             self._gate(*self._probe(window, blocks))
             self._resolve(window, blocks)
-        counted = torch.tensor([x.counters for x in matrices]).split([len(s["counters"]) for s in states])
-        torch._foreach_copy_([state["counters"] for state in states], list(counted))
+        if lagged:
+            self._step_lagged(lagged, blocks)
+        after = iter(matrices)
+        self._ledger("counters").post(counters, [[next(after).counters for _ in t] for t in counters])
+        if lagged:
+            self._send(lagged, {id(x): row for x, row in zip(matrices, rows, strict=True)})
 
     def _probe(self, window: list[Matrix], blocks: _Blocks) -> tuple[list[Matrix], Tensor]:
         """Accumulate momentum, measure residuals. Returns `(2, N)` on the device: finite, residual."""
-        probed_order, finite_parts, residual_parts = [], [], []
-        for batch in batches(window, key=lambda x: (*_recipe(x), _probed(x))):
-            group = batch[0].group
-            finite = accumulate(batch, group["momentum"])
-            U = update_matrices(batch, group["momentum"], group["nesterov"], finite)
-            scale = normalizer(U, group["eps"])
+        order, finite_parts, residual_parts = [], [], []
+        for batch in batches(window, key=_probed):
+            finite, U, scale = self._update(batch)
             residual = scale.new_full((len(batch),), math.nan)
-            candidates: Sequence[Tensor | None] = [None] * len(batch)
             if _probed(batch[0]):
-                Q = stack([_transform(x) for x in batch])
-                residual, C = _cache_of(group).measure(rescale(U, scale), Q, blocks.of(batch))
-                candidates = candidates if C is None else C.unbind(0)
-                _record(batch, 0, residual)
-            for x, factor, candidate in zip(batch, scale.unbind(0), candidates, strict=True):
-                x.scale, x.candidate = factor, candidate
-            probed_order += batch
+                residual = self._measure(batch, U, scale, blocks)
+            for x, factor in zip(batch, scale.unbind(0), strict=True):
+                x.scale = factor
+            order += batch
             finite_parts.append(finite)
             residual_parts.append(residual)
         device = residual_parts[0].device
         residuals = torch.cat([part.to(device, non_blocking=True) for part in residual_parts])
         finites = torch.cat([part.to(device, non_blocking=True) for part in finite_parts])
-        return probed_order, torch.stack((finites.to(residuals.dtype), residuals))
+        return order, torch.stack((finites.to(residuals.dtype), residuals))
 
     def _gate(self, window: list[Matrix], readings: Tensor) -> None:
         """Decide for every matrix. The one place that waits for the device: all residuals at once."""
         for x, finite, residual in zip(window, *readings.tolist(), strict=True):
-            x.outcome = decide(
-                finite=bool(finite),
-                age=_next_age(x),
-                residual=residual,
-                gamma=x.group["gamma"],
-                max_age=x.group["max_age"],
-            )
-            x.counters = count(x.counters, x.outcome)
+            _decide(x, bool(finite), residual)
         if any(x.outcome == "non-finite" for x in window):
             _warn_non_finite(self)
 
     def _resolve(self, window: list[Matrix], blocks: _Blocks) -> None:
         """Apply the accepted transforms, solve the rest, and take the step."""
-        for batch in batches((x for x in window if x.outcome == "hit"), key=_recipe):
-            cache = _cache_of(batch[0].group)
-            if cache.probe == "exact":
-                D = stack([x.candidate for x in batch if x.candidate is not None])
+        for batch in batches((x for x in window if x.outcome != "non-finite"), key=_remedy):
+            group = batch[0].group
+            U = update_matrices(batch, group["momentum"], group["nesterov"])
+            self._take_step(batch, U, stack([x.scale for x in batch if x.scale is not None]), blocks)
+
+    def _step_lagged(self, matrices: list[Matrix], blocks: _Blocks) -> None:
+        """Decide on the residuals known from earlier steps, and leave this step's for the next."""
+        ledger = self._ledger("residuals")
+        for x in matrices:
+            _decide(x, True, ledger.rows(x.state["residuals"])[x.index][0])
+        for batch in batches(matrices, key=_remedy):
+            finite, U, scale = self._update(batch)
+            if batch[0].outcome == "hit":
+                self._measure(batch, U, scale, blocks)
+            self._take_step(batch, U, scale, blocks, finite)
+            _record(batch, 2, finite.to(scale.dtype))
+
+    def _update(self, batch: list[Matrix]) -> tuple[Tensor, Tensor, Tensor]:
+        """Accumulate momentum: which gradients are finite, what is orthogonalized, its normalizer."""
+        group, workspace = batch[0].group, self._workspace()
+        workspace.prepare(batch)
+        M, finite = accumulate(batch, group["momentum"], workspace)
+        U = update_matrices(batch, group["momentum"], group["nesterov"], M=M, finite=finite)
+        return finite, U, normalizer(U, group["eps"], out=_scratch(workspace, U))
+
+    def _measure(self, batch: list[Matrix], U: Tensor, scale: Tensor, blocks: _Blocks) -> Tensor:
+        """The residuals of the cached transforms, recorded; exact candidates are kept."""
+        Q = stack([_transform(x) for x in batch])
+        residual, C = _cache_of(batch[0].group).measure(U, scale, Q, blocks.of(batch))
+        for x, candidate in zip(batch, () if C is None else C.unbind(0), strict=C is not None):
+            x.candidate = candidate
+        _record(batch, 0, residual)
+        return residual
+
+    def _take_step(
+        self, batch: list[Matrix], U: Tensor, scale: Tensor, blocks: _Blocks, finite: Tensor | None = None
+    ) -> None:
+        """Do what was decided for a batch with one outcome; `finite=None`: all gradients are."""
+        group, workspace = batch[0].group, self._workspace()
+        cache, lengths = _cache_of(group), step_lengths(batch, scale, finite)
+        if batch[0].outcome == "hit" and batch[0].candidate is not None:
+            D = stack([x.candidate for x in batch if x.candidate is not None]).mul_(lengths)
+        elif batch[0].outcome == "hit":
+            Q = stack([_transform(x) for x in batch])
+            D = cache.apply(U, scale, Q, lengths, out=workspace.take("step", U, scale.dtype))
+        else:
+            X = rescale(U, scale, out=_scratch(workspace, U))
+            if batch[0].outcome == "guarded":
+                D = cheaper(cache.fresh, *batch[0].shape, cache.fresh.precision(X)).solve(X)
             else:
-                D = cache.apply(_normalized(batch), stack([_transform(x) for x in batch]))
-            apply_directions(batch, D)
-        for batch in batches((x for x in window if x.outcome in REFRESHES), key=_recipe):
-            D, Q, residual = _cache_of(batch[0].group).refresh(_normalized(batch), blocks.of(batch))
-            torch._foreach_copy_([_transform(x) for x in batch], list(Q.unbind(0)))
-            _record(batch, 1, residual)
-            apply_directions(batch, D)
-        for x in window:
+                D, Q, residual = cache.refresh(X, blocks.of(batch))
+                _keep(batch, Q, residual, finite)
+            D.mul_(lengths)
+        descend(batch, D, finite)
+        for x in batch:
             x.candidate = None
+
+    def _ledger(self, entry: str) -> Ledger:
+        ledger: Ledger = self.__dict__.setdefault("_ledgers", {}).setdefault(entry, Ledger())
+        return ledger
+
+    def _send(self, lagged: list[Matrix], before: dict[int, list[int]]) -> None:
+        """Send the residuals on their way to the host; `before` are the counters without this step."""
+        tensors = list({id(x.state): x.state["residuals"] for x in lagged}.values())
+        device = tensors[0].device
+        values = torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
+        sent = [(x.state, x.index, before[id(x)]) for x in lagged]
+        self.__dict__["_sent"] = Readback(values), tensors, [t._version for t in tensors], sent
+
+    def _settle(self) -> None:
+        """What a lagged gate sent to the host at the last step is there: steps that did not happen,
+        since the gradient was not finite, are counted as such, and the residuals are known.
+        """
+        readback, tensors, versions, sent = self.__dict__.pop("_sent", (None, [], [], []))
+        if readback is None or [tensor._version for tensor in tensors] != versions:
+            return
+        values = readback.wait()
+        skipped = [where for where, (_, _, finite) in zip(sent, values, strict=True) if not finite]
+        for state, index, counters in skipped:
+            state["counters"][index] = torch.tensor(count(counters, "non-finite"))
+        if skipped:
+            _warn_non_finite(self)
+        rest = iter(values)
+        self._ledger("residuals").learn(tensors, [[next(rest) for _ in tensor] for tensor in tensors])
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue from a state; see `MatrixOptimizer.load_state_dict`."""
+        self._settle()
+        super().load_state_dict(state_dict)
 
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
         solver, (n, m) = group["solver"], _wide_shape(group, param)
         sketch = {"probe": group["probe"], "vectors": group["vectors"]}
         executed = executed_by(solver, n, m, solver.precision(param), **sketch)
-        return price(executed, outcomes), price(_paper(solver, n, m), outcomes)
+        paper = price(_paper(solver, n, m), outcomes)
+        if group["gate"] == "lagged":  # solves without a probe
+            outcomes = {**outcomes, "residual": 0, "cold": outcomes["cold"] + outcomes["residual"]}
+        return price(executed, outcomes), paper
 
 
 class _Blocks:
@@ -273,12 +379,6 @@ class _Blocks:
         return self._drawn[key]
 
 
-def _recipe(x: Matrix) -> tuple[Any, ...]:
-    # The settings that a batch must share; lr, decay, gamma and max_age may differ inside it.
-    keys = ("solver", "eps", "momentum", "nesterov", "step", "probe", "vectors", "seed")
-    return tuple(x.group.get(key) for key in keys)
-
-
 def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     """Parts that share one reading: all matrices, unless exact candidates would fill the workspace."""
     window: list[Matrix] = []
@@ -290,7 +390,8 @@ def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
             window, held = [], 0
         window.append(x)
         held += size
-    yield window
+    if window:
+        yield window
 
 
 def _cache_of(group: dict[str, Any]) -> CacheGNS:
@@ -302,7 +403,43 @@ def _next_age(x: Matrix) -> int:
 
 
 def _probed(x: Matrix) -> bool:
-    return probed(_next_age(x), x.group["max_age"])
+    return not _resting(x) and probed(_next_age(x), x.group["max_age"])
+
+
+def _resting(x: Matrix) -> bool:
+    return bool(x.group["guard"]) and _guard_of(x).resting(x.counters[GUARD][1])
+
+
+def _guard_of(x: Matrix) -> Guard:
+    solver, group = x.group["solver"], x.group
+    lagged = group["gate"] == "lagged"
+    return _guard(solver, *x.shape, solver.precision(x.momentum), group["probe"], group["vectors"], lagged)
+
+
+@functools.cache
+def _guard(
+    solver: GramNS, n: int, m: int, dtype: torch.dtype, probe: Any, vectors: int, lagged: bool
+) -> Guard:
+    return Guard.of(executed_by(solver, n, m, dtype, probe=probe, vectors=vectors), lagged=lagged)
+
+
+def _decide(x: Matrix, finite: bool, residual: float) -> None:
+    group = x.group
+    x.outcome = decide(
+        finite=finite,
+        age=_next_age(x),
+        residual=residual,
+        gamma=group["gamma"],
+        max_age=group["max_age"],
+        resting=_resting(x),
+    )
+    x.counters = count(x.counters, x.outcome)
+    if group["guard"]:
+        x.counters[GUARD] = _guard_of(x).after(x.outcome, *x.counters[GUARD])
+
+
+def _remedy(x: Matrix) -> str:
+    return "refresh" if x.outcome in REFRESHES else x.outcome
 
 
 def _transform(x: Matrix) -> Tensor:
@@ -317,15 +454,27 @@ def _transform(x: Matrix) -> Tensor:
     return transform if transform.ndim == 2 else transform[x.index]
 
 
-def _normalized(batch: list[Matrix]) -> Tensor:
-    group = batch[0].group
-    U = update_matrices(batch, group["momentum"], group["nesterov"], finite=None)
-    return rescale(U, stack([x.scale for x in batch if x.scale is not None]))
+def _keep(batch: list[Matrix], Q: Tensor, residual: Tensor, finite: Tensor | None) -> None:
+    """Keep the transforms of a solve; where a lagged gate had to solve without a good gradient, the old."""
+    kept = [_transform(x) for x in batch]
+    if finite is None:
+        torch._foreach_copy_(kept, list(Q.unbind(0)))
+        _record(batch, 1, residual)
+        return
+    for old, new, ok in zip(kept, Q.unbind(0), finite.unbind(0), strict=True):
+        torch.where(ok, new, old, out=old)
+    for column in (0, 1):  # a lagged gate decides on column 0: the last one known for this transform
+        before = stack([x.state["residuals"][x.index, column] for x in batch])
+        _record(batch, column, torch.where(finite, residual.to(before.dtype), before))
 
 
-def _record(batch: list[Matrix], column: int, residuals: Tensor) -> None:
+def _record(batch: list[Matrix], column: int, values: Tensor) -> None:
     places = [x.state["residuals"][x.index, column] for x in batch]
-    torch._foreach_copy_(places, list(residuals.to(places[0].dtype).unbind(0)))
+    torch._foreach_copy_(places, list(values.to(places[0].dtype).unbind(0)))
+
+
+def _scratch(workspace: Workspace, U: Tensor) -> Tensor:
+    return workspace.take("scratch", U, torch.promote_types(U.dtype, torch.float32))
 
 
 def _count_on_device(batch: list[Matrix], finite: Tensor) -> None:

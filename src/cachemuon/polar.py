@@ -21,7 +21,7 @@ from .schedules import GRAM, POLAR_EXPRESS, Schedule
 EPS = 1e-7
 
 
-def normalize(M: Tensor, eps: float = EPS) -> Tensor:
+def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None) -> Tensor:
     """`X = M / (|M|_F + eps)` for each matrix of a batch, in float32 (float64 stays float64).
 
     The norm is taken of `M / max|M|`, since squares overflow float32 at 1e20 and vanish at 1e-25.
@@ -30,39 +30,46 @@ def normalize(M: Tensor, eps: float = EPS) -> Tensor:
     >>> float(torch.linalg.norm(normalize(torch.full((2, 8), 1e30))))
     1.0
     """
-    return rescale(M, normalizer(M, eps))
+    factor = normalizer(M, eps, out)
+    return rescale(M, factor, out)
 
 
-def normalizer(M: Tensor, eps: float = EPS) -> Tensor:
-    """The factor `1 / (|M|_F + eps)` of `normalize` for each matrix, shaped `(..., 1, 1)`."""
+def normalizer(M: Tensor, eps: float = EPS, out: Tensor | None = None) -> Tensor:
+    """The factor `1 / (|M|_F + eps)` of `normalize` for each matrix, shaped `(..., 1, 1)`.
+
+    `out`, like M in float32 or float64, is memory to work in.
+    """
     M = M.to(torch.promote_types(M.dtype, torch.float32))
     # max|M| by amax and amin: on a CPU nine times faster than the infinity norm.
     peak = torch.maximum(M.amax(dim=(-2, -1), keepdim=True), -M.amin(dim=(-2, -1), keepdim=True))
     peak = peak.clamp_(min=torch.finfo(M.dtype).tiny)
     # The largest entry of M / peak is 1, so its norm is below 1 only for the zero matrix.
-    norm: Tensor = torch.linalg.vector_norm(M / peak, dim=(-2, -1), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(torch.div(M, peak, out=out), dim=(-2, -1), keepdim=True)
     return 1 / peak / (norm + eps / peak).clamp_(min=1)
 
 
-def rescale(M: Tensor, factor: Tensor) -> Tensor:
-    """`X = M * factor` in the factor's dtype, as a new tensor."""
-    return M.to(factor.dtype) * factor
+def rescale(M: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
+    """`X = M * factor` in the factor's dtype, as a new tensor or in `out`."""
+    return torch.mul(M.to(factor.dtype), factor, out=out)
 
 
-def widen(M: Tensor, eps: float = EPS) -> Tensor:
-    """`M (..., n, m)` as a batch `(B, n, m)` of normalized wide matrices, transposed where M is tall."""
+def wide_batch(M: Tensor) -> Tensor:
+    """`M (..., n, m)` as a batch `(B, n, m)` of wide matrices, transposed where M is tall."""
     if M.ndim < 2 or not M.is_floating_point() or 0 in M.shape[-2:]:
         got = f"{M.dtype} of shape {tuple(M.shape)}"
         raise ValueError(f"M must be real floating point (..., n, m) with n, m >= 1, got {got}")
-    wide = M.mT if M.shape[-2] > M.shape[-1] else M
-    return normalize(wide, eps).reshape(-1, *wide.shape[-2:])
+    batch = M.reshape(-1, *M.shape[-2:])
+    return batch.mT if M.shape[-2] > M.shape[-1] else batch
+
+
+def widen(M: Tensor, eps: float = EPS) -> Tensor:
+    """`wide_batch(M)`, normalized."""
+    return normalize(wide_batch(M), eps)
 
 
 def restore(direction: Tensor, M: Tensor) -> Tensor:
-    """A batch of wide directions in M's shape, orientation and dtype: the way back of `widen`."""
-    if M.shape[-2] > M.shape[-1]:
-        return direction.reshape(M.mT.shape).mT.to(M.dtype)
-    return direction.reshape(M.shape).to(M.dtype)
+    """A batch of wide directions in M's shape, orientation and dtype: the way back of `wide_batch`."""
+    return (direction.mT if M.shape[-2] > M.shape[-1] else direction).reshape(M.shape).to(M.dtype)
 
 
 @contextmanager
@@ -124,10 +131,13 @@ class StandardNS(Solver):
     def solve(self, X: Tensor) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
         Y = X.to(self.precision(X))
+        A, Z = None, None
+        target, spare = torch.empty_like(Y), torch.empty_like(Y)  # X itself is never written to
         for a, b, c in self.schedule.triples:
-            A = Y @ Y.mT  # (B, n, n)
-            Z = torch.baddbmm(A, A, A, beta=b, alpha=c)
-            Y = torch.baddbmm(Y, Z, Y, beta=a)
+            A = torch.bmm(Y, Y.mT, out=A)  # (B, n, n)
+            Z = torch.baddbmm(A, A, A, beta=b, alpha=c, out=Z)
+            Y = torch.baddbmm(Y, Z, Y, beta=a, out=target)
+            target, spare = spare, target
         return Y.to(X.dtype)
 
 
@@ -194,24 +204,31 @@ class GramNS(Solver):
         dtype = self.precision(X)
         restarts = self.restarts_at(X.shape[-2], X.shape[-1], dtype)
         Y = X.to(dtype)
-        Q, Q_tot = None, None  # None stands for the identity: it is never multiplied with
         R = Y @ Y.mT
+        P, T = torch.empty_like(R), torch.empty_like(R)
+        Q, Q_tot = None, None  # None stands for the identity: it is never multiplied with
         for k, (a, b, c) in enumerate(self.schedule.triples, start=1):
             # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
             # times that of P formed at once and R <- (P R) P (docs/restarts.md).
-            P = torch.baddbmm(R, R, R, beta=b, alpha=c)
+            torch.baddbmm(R, R, R, beta=b, alpha=c, out=P)
             P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
-            Q = P if Q is None else Q @ P
+            if Q is None:
+                Q = P.clone()
+            else:
+                torch.bmm(Q, P, out=T)
+                Q, T = T, Q
             if k == self.schedule.steps:
                 break
             if k in restarts:
-                Y = Q @ Y
+                Y = apply_left(Q, Y)
                 Q_tot = _compose(Q.to(X.dtype), Q_tot) if compose else None
-                Q, R = None, Y @ Y.mT
+                Q = None
+                torch.bmm(Y, Y.mT, out=R)
             else:
-                R = P @ R @ P
+                torch.bmm(P, R, out=T)
+                torch.bmm(T, P, out=R)
         assert Q is not None
-        direction = (Q @ Y).to(X.dtype)
+        direction = apply_left(Q, Y).to(X.dtype)
         return direction, _compose(Q.to(X.dtype), Q_tot) if compose else Q
 
 
@@ -237,17 +254,21 @@ class AutoNS(Solver):
 
     def choose(self, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
         """The solver that a wide n x m matrix gets when iterated in `dtype`."""
-        gram = GramNS(self.schedule, eps=self.eps, dtype=self.dtype)
-        K, s = self.schedule.steps, len(gram.restarts_at(n, m, dtype))
-        standard_products = K * (2 * m + n)
-        gram_products = 2 * (s + 1) * m + (K + 3 * (K - 1 - s)) * n
-        if gram_products < standard_products:
-            return gram
-        return StandardNS(self.schedule, eps=self.eps, dtype=self.dtype)
+        return cheaper(GramNS(self.schedule, eps=self.eps, dtype=self.dtype), n, m, dtype)
 
     def solve(self, X: Tensor) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
         return self.choose(X.shape[-2], X.shape[-1], self.precision(X)).solve(X)
+
+
+def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
+    """The given GramNS; or StandardNS with its schedule, where that multiplies less on wide n x m."""
+    K, s = gram.schedule.steps, len(gram.restarts_at(n, m, dtype))
+    standard_products = K * (2 * m + n)
+    gram_products = 2 * (s + 1) * m + (K + 3 * (K - 1 - s)) * n
+    if gram_products < standard_products:
+        return gram
+    return StandardNS(gram.schedule, eps=gram.eps, dtype=gram.dtype)
 
 
 @dataclass(frozen=True)
@@ -284,6 +305,13 @@ def polar(M: Tensor, solver: Solver | None = None) -> Tensor:
             [0., 1., 0.]])
     """
     return (AutoNS() if solver is None else solver)(M)
+
+
+def apply_left(Q: Tensor, Y: Tensor, out: Tensor | None = None) -> Tensor:
+    """`Q Y` for square Q, laid out in memory as Y is: the direction of a tall matrix, worked on as its
+    transpose, can then be added to it at full speed.
+    """
+    return torch.bmm(Q, Y, out=torch.empty_like(Y) if out is None else out)
 
 
 def _compose(Q: Tensor, Q_tot: Tensor | None) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OUTCOMES = ("hit", "cold", "residual", "stale", "non-finite", "fresh")
+OUTCOMES = ("hit", "cold", "residual", "stale", "non-finite", "fresh", "guarded")
 """What can happen to a matrix at a step.
 
-`hit`: the cached transform was applied. The other four of a cache are misses: `cold` (no transform
+`hit`: the cached transform was applied. The others of a cache are misses: `cold` (no transform
 yet), `residual` (above gamma), `stale` (older than max_age), `non-finite` (NaN or Inf in the
-gradient: nothing was changed). `fresh`: solved by an optimizer that has no cache.
+gradient: nothing was changed), `guarded` (solved without cache, since the cache has not paid).
+`fresh`: solved by an optimizer that has no cache.
 """
 
 REFRESHES = ("cold", "residual", "stale")
@@ -60,24 +61,29 @@ class Event:
         return None if self.hit else self.outcome
 
 
-COLUMNS = (*OUTCOMES, "age", "last")
-"""The columns of a matrix's counters: how often each outcome, the age, the last outcome's index."""
+COLUMNS = (*OUTCOMES, "age", "last", "balance", "wait", "interval")
+"""The columns of a matrix's counters: how often each outcome, the age, the last outcome's index, and
+the guard's three (`cache.Guard`)."""
 
-AGE, LAST = COLUMNS.index("age"), COLUMNS.index("last")
+AGE, LAST, BALANCE = COLUMNS.index("age"), COLUMNS.index("last"), COLUMNS.index("balance")
+GUARD = slice(BALANCE, len(COLUMNS))
 NO_AGE = -1
 """The age of a transform that doesn't exist."""
 
 
 def new_counters() -> list[int]:
     """The counters of a matrix that has not been seen yet."""
-    return [0] * len(OUTCOMES) + [NO_AGE, -1]
+    return [0] * len(OUTCOMES) + [NO_AGE, -1, 0, 0, 0]
 
 
 def count(counters: Sequence[int], outcome: str) -> list[int]:
-    """The counters after one more outcome; a solve that refreshes the transform sets its age to 0.
+    """The counters after one more outcome, the guard's apart.
 
-    >>> COLUMNS[-2], count(new_counters(), "cold")[-2], count(count(new_counters(), "cold"), "hit")[-2]
-    ('age', 0, 1)
+    A solve that refreshes the transform sets its age to 0; one without cache leaves none.
+
+    >>> row = count(new_counters(), "cold")
+    >>> row[AGE], count(row, "hit")[AGE], count(row, "guarded")[AGE] == NO_AGE
+    (0, 1, True)
     """
     row = list(counters)
     index = OUTCOMES.index(outcome)
@@ -85,6 +91,8 @@ def count(counters: Sequence[int], outcome: str) -> list[int]:
     row[LAST] = index
     if outcome in REFRESHES:
         row[AGE] = 0
+    elif outcome == "guarded":
+        row[AGE] = NO_AGE
     elif row[AGE] != NO_AGE:
         row[AGE] += 1
     return row
@@ -111,7 +119,7 @@ def outcome_counts(counters: Sequence[int]) -> dict[str, int]:
 
 
 class Readback:
-    """A small tensor on its way to the host; nobody waits for it.
+    """A small tensor on its way to the host; nobody has to wait for it.
 
     >>> Readback(torch.tensor([1.0, 2.0])).poll()
     [1.0, 2.0]
@@ -131,3 +139,39 @@ class Readback:
         if self._arrived is not None and not self._arrived.query():
             return None
         return list(self._host.tolist())
+
+    def wait(self) -> list[Any]:
+        """The values as a list, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return list(self._host.tolist())
+
+
+class Ledger:
+    """Tensors of the state that the host knows by heart, and so need not be read at every step.
+
+    A tensor that was replaced or written to since then, as by `load_state_dict`, is read again.
+
+    >>> ledger, counters = Ledger(), torch.zeros(1, 2)
+    >>> ledger.post([counters], [[[1.0, 2.0]]])
+    >>> ledger.rows(counters), counters
+    ([[1.0, 2.0]], tensor([[1., 2.]]))
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, list[list[Any]]]] = {}
+
+    def rows(self, tensor: Tensor) -> list[list[Any]]:
+        """The rows of a tensor of two dimensions."""
+        known, version, rows = self._known.get(id(tensor), (None, 0, []))
+        return rows if known is tensor and version == tensor._version else tensor.tolist()
+
+    def learn(self, tensors: list[Tensor], rows: list[list[list[Any]]]) -> None:
+        """These are the rows of these tensors; whatever else was known is forgotten."""
+        self._known = {id(t): (t, t._version, r) for t, r in zip(tensors, rows, strict=True)}
+
+    def post(self, tensors: list[Tensor], rows: list[list[list[Any]]]) -> None:
+        """Write these rows into the tensors."""
+        written = torch.tensor([row for part in rows for row in part], dtype=tensors[0].dtype)
+        torch._foreach_copy_(tensors, list(written.split([len(part) for part in rows])))
+        self.learn(tensors, rows)

@@ -77,7 +77,7 @@ class GateObserver:
                 continue
             Q, age = self._cached.pop(name)
             X = _normalized(state, group, index)
-            candidate = CacheGNS(group["solver"]).apply(X, Q.unsqueeze(0))
+            candidate = CacheGNS(group["solver"]).apply(X, X.new_ones(1, 1, 1), Q.unsqueeze(0))
             fresh = group["solver"].solve(X)
             measured = {"residual": exact_residual(candidate).item(), "cosine": _cosine(candidate, fresh)}
             lines.append(
@@ -121,7 +121,9 @@ class AgeObserver:
             fresh, transforms[name] = group["solver"].solve_with_transform(X)
             for age in self.ages if due else ():
                 if name in kept.get(step - age, {}):
-                    candidate = CacheGNS(group["solver"]).apply(X, kept[step - age][name])
+                    candidate = CacheGNS(group["solver"]).apply(
+                        X, X.new_ones(1, 1, 1), kept[step - age][name]
+                    )
                     lines.append(
                         {"kind": "age", "name": name, "age": age, "cosine": _cosine(candidate, fresh)}
                     )

@@ -21,12 +21,11 @@ from cachemuon import (
     Solver,
     StandardNS,
     flops,
-    normalize,
     param_groups,
 )
 from cachemuon.base import MatrixOptimizer
 from cachemuon.groups import matrix_shape
-from cachemuon.matrices import Matrix, accumulate, apply_directions, batches, stack, update_matrices
+from cachemuon.matrices import Matrix, accumulate, batches, descend, stack, step_lengths
 from cachemuon.stats import COLUMNS, OUTCOMES
 from cachemuon_lab.config import OptimizerConfig
 
@@ -94,30 +93,27 @@ class StaleMuon(Muon):
                 group.setdefault("max_age", max_age)
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
-        for batch in batches(matrices, key=_settings):
+        workspace = self._workspace()
+        for batch in batches(matrices, key=lambda x: x.group["max_age"]):
             group = batch[0].group
-            finite = accumulate(batch, group["momentum"])
             reuse = (group["step"] - 1) % (group["max_age"] + 1) > 0
-            if not reuse:
-                U = update_matrices(batch, group["momentum"], group["nesterov"], finite)
-                D = group["solver"].solve(normalize(U, group["eps"]))
+            if reuse:
+                _, finite = accumulate(batch, group["momentum"], workspace)
+            else:
+                finite, D = self._solve(batch, workspace)
                 torch._foreach_copy_([_direction(x) for x in batch], list(D.unbind(0)))
-            apply_directions(batch, stack([_direction(x) for x in batch]).clone(), finite)
+            D = stack([_direction(x) for x in batch])
+            descend(batch, D * step_lengths(batch, D, finite), finite)
             for x, ok in zip(batch, finite.unbind(0), strict=True):
                 x.state["counters"][x.index, COLUMNS.index("hit" if reuse else "fresh")] += ok
                 x.state["counters"][x.index, COLUMNS.index("non-finite")] += ~ok
-
-
-def _settings(x: Matrix) -> tuple[Any, ...]:
-    return tuple(x.group[key] for key in ("solver", "eps", "momentum", "nesterov", "step", "max_age"))
 
 
 def _direction(x: Matrix) -> Tensor:
     """The matrix's place in its parameter's `direction`, wide; made on first use."""
     if "direction" not in x.state:
         x.state["direction"] = torch.zeros_like(x.state["momentum_buffer"])
-    rows, cols = reversed(x.shape) if x.tall else x.shape
-    direction: Tensor = x.state["direction"].view(-1, rows, cols)[x.index]
+    direction: Tensor = x.state["direction"].view(-1, *x.grad.shape)[x.index]
     return direction.mT if x.tall else direction
 
 
