@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cachemuon import GRAM, GramNS, StandardNS
 from cachemuon.flops import Executed
 from cachemuon.polar import widen
+from cachemuon.workspace import Workspace
 
 Restarts = tuple[int, ...]
 RESTARTS: tuple[Restarts, ...] = ((), (1,), (2,), (3,), (4,), (2, 3), (2, 4))
@@ -111,7 +112,7 @@ def listing(X: Tensor, S: frozenset[int], dtype: torch.dtype) -> Tensor:
 
 
 def measure(case: Case) -> None:
-    reference = StandardNS(GRAM).solve(case.X.double())
+    reference = StandardNS(GRAM).solve(case.X.double(), Workspace())
     norm = torch.linalg.norm(reference)
 
     def error(D: Tensor) -> float:
@@ -123,9 +124,9 @@ def measure(case: Case) -> None:
         row = case.errors.setdefault(name_of(dtype), {})
         with RoundedOnce() if dtype in HALF else nullcontext():
             if dtype in HALF:
-                row["input"] = error(StandardNS(GRAM).solve(X.to(dtype).double()))
+                row["input"] = error(StandardNS(GRAM).solve(X.to(dtype).double(), Workspace()))
             if dtype != torch.float64:
-                row["StandardNS"] = error(StandardNS(GRAM, dtype=dtype).solve(X))
+                row["StandardNS"] = error(StandardNS(GRAM, dtype=dtype).solve(X, Workspace()))
                 for restarts in LISTED:
                     row[f"listing {label(restarts)}"] = error(
                         listing(X, frozenset(k + 1 for k in restarts), dtype)
@@ -140,9 +141,9 @@ def compare_kernels(cases: Iterable[Case]) -> dict[str, float]:
     """By dtype: the largest factor between the errors of this CPU's half products and the emulated ones."""
     factors = {name_of(dtype): 1.0 for dtype in HALF}
     for case in cases:
-        reference = StandardNS(GRAM).solve(case.X.double())
+        reference = StandardNS(GRAM).solve(case.X.double(), Workspace())
         for dtype in HALF:
-            D = GramNS(restarts=(2,), dtype=dtype).solve(case.X)
+            D = GramNS(restarts=(2,), dtype=dtype).solve(case.X, Workspace())
             native = float(torch.linalg.norm(D - reference) / torch.linalg.norm(reference))
             ratio = native / case.errors[name_of(dtype)]["2"]
             factors[name_of(dtype)] = max(factors[name_of(dtype)], ratio, 1 / ratio)

@@ -14,9 +14,10 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .groups import matrix_shape
-from .matrices import ADJUST_LR_FNS, Matrix, Workspace, matrices_of
+from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
 from .polar import Solver, full_precision
 from .stats import COLUMNS, Event, new_counters, outcome_counts, summary
+from .workspace import Workspace
 
 ADAM_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .flops import Executed
-from .polar import GramNS, apply_left, full_precision, normalizer, rescale, restore, wide_batch
+from .polar import GramNS, full_precision, normalizer, rescale, restore, wide_batch
 from .probe import exact_residual, random_block, sketched_residual
 from .stats import NO_AGE, REFRESHES, Event
+from .workspace import Workspace
 
 PROBES = ("sketch", "exact")
 GATES = ("sync", "lagged")
@@ -52,9 +53,9 @@ class Guard:
 
     A matrix has a balance, in thousandths of its cheapest fresh solve. A hit earns what it saves of that
     solve, a miss pays what it costs beyond it, so the balance falls exactly while the hit rate is below
-    break-even. At a debt of one solve the cache rests: the matrix is solved by the cheapest solver, and
+    break-even. At a debt of half a solve the cache rests: the matrix is solved by the cheapest solver, and
     tried again after 32 steps, then 64, up to 1024; after a try that paid, 32 again. All tries of T steps
-    together thus cost at most log2(T / 32) + 1 solves, and a later miss is paid from what was saved.
+    together thus cost at most about log2(T / 32) solves, and a later miss is paid from what was saved.
 
     >>> guard = Guard.of(Executed(768, 768, restarts=1))
     >>> guard.gains["hit"] > 900, guard.gains["residual"] < -250
@@ -64,12 +65,12 @@ class Guard:
     ...     balance, wait, interval = guard.after("residual", balance, wait, interval)
     ...     tries += 1
     >>> tries, wait
-    (4, 32)
+    (2, 32)
     """
 
     gains: dict[str, int]
 
-    DEBT = 1000
+    DEBT = 500
     CAP = 4000  # savings that a cache may live on when it no longer hits
     INTERVALS = (32, 1024)
     LEAST_FEE = 50  # thin products are bound by memory: a probe takes more time than its FLOPs say
@@ -82,7 +83,9 @@ class Guard:
             return round(1000 * (1 - price / cost.baseline))
 
         miss = gain(cost.cold if lagged else cost.miss)
-        return cls({"hit": gain(cost.hit), "residual": min(miss, -cls.LEAST_FEE), "cold": gain(cost.cold)})
+        cold = gain(cost.cold)
+        gains = {"hit": gain(cost.hit), "residual": min(miss, -cls.LEAST_FEE), "cold": cold, "stale": cold}
+        return cls(gains)
 
     def resting(self, wait: int) -> bool:
         """Whether the cache is set aside: after tries that failed, or since not even hits would pay."""
@@ -94,8 +97,7 @@ class Guard:
             return balance, max(wait - 1, 0), interval
         if outcome == "non-finite":
             return balance, wait, interval
-        gain = self.gains["cold" if outcome == "stale" else outcome]
-        balance = min(balance + gain, self.CAP)
+        balance = min(balance + self.gains[outcome], self.CAP)
         if balance > 0:
             interval = 0
         if balance > -self.DEBT:
@@ -169,15 +171,15 @@ class CacheGNS:
         seed: int,
         step: int,
     ) -> tuple[Tensor, Tensor | None, Event | tuple[Event, ...]]:
-        U = wide_batch(M)
+        U, workspace = wide_batch(M), Workspace()
         B, n = U.shape[:2]
-        scale = normalizer(U, self.fresh.eps)
+        scale = normalizer(U, self.fresh.eps, out=workspace.like("direction", U, _computed_in(U)))
         z = random_block(n, self.vectors, seed=seed, step=step, device=U.device, dtype=scale.dtype)
         next_age = NO_AGE if transform is None else age + 1
         Q = None if transform is None else transform.reshape(B, n, n)
         residual, candidate = torch.full_like(scale.flatten(), math.nan), None
         if Q is not None and probed(next_age, max_age):
-            residual, candidate = self.measure(U, scale, Q, z)
+            residual, candidate = self.measure(U, scale, Q, z, workspace)
         outcomes = [
             decide(finite=math.isfinite(s), age=next_age, residual=err, gamma=gamma, max_age=max_age)
             for s, err in torch.stack((scale.flatten(), residual), dim=1).tolist()
@@ -186,18 +188,18 @@ class CacheGNS:
         solves = [i for i, outcome in enumerate(outcomes) if outcome in REFRESHES]
         refreshed = torch.full_like(residual, math.nan)
         if len(solves) == B:
-            direction, Q, refreshed = self.refresh(rescale(U, scale), z)
+            direction, Q, refreshed = self.refresh(rescale(U, scale), z, workspace)
         elif Q is not None and len(hits) == B:
-            direction = self.apply(U, scale, Q) if candidate is None else candidate
+            direction = self.apply(U, scale, Q, workspace) if candidate is None else candidate
         else:
             direction = torch.zeros_like(U, dtype=scale.dtype)
             Q = None if Q is None and not solves else direction.new_zeros(B, n, n) if Q is None else Q.clone()
             if hits and Q is not None:
-                formed = self.apply(U[hits], scale[hits], Q[hits]) if candidate is None else candidate[hits]
-                direction[hits] = formed
+                cached = (U[hits], scale[hits], Q[hits])
+                direction[hits] = self.apply(*cached, workspace) if candidate is None else candidate[hits]
             if solves and Q is not None:
-                fresh, Q[solves], refreshed[solves] = self.refresh(rescale(U[solves], scale[solves]), z)
-                direction[solves] = fresh
+                X = rescale(U[solves], scale[solves])
+                direction[solves], Q[solves], refreshed[solves] = self.refresh(X, z, workspace)
         events = tuple(
             Event(outcome, err, fresh_err, 0 if outcome in REFRESHES else max(next_age, 0))
             for outcome, err, fresh_err in zip(outcomes, residual.tolist(), refreshed.tolist(), strict=True)
@@ -205,34 +207,47 @@ class CacheGNS:
         kept = None if Q is None else Q.reshape(*M.shape[:-2], n, n)
         return restore(direction, M), kept, events if M.ndim > 2 else events[0]
 
-    def measure(self, U: Tensor, scale: Tensor, Q: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
+    def measure(
+        self, U: Tensor, scale: Tensor, Q: Tensor, z: Tensor, workspace: Workspace
+    ) -> tuple[Tensor, Tensor | None]:
         """The residual of `Q X`, `X = scale U`, for each matrix of a batch, and `Q X` if it was formed."""
         if self.probe == "exact":
-            C = self.apply(U, scale, Q)
+            C = self.apply(U, scale, Q, Workspace())  # of its own: candidates wait for the gate
             return exact_residual(C), C
-        return sketched_residual(z, Q * scale, U.to(Q.dtype)), None
+        return sketched_residual(z, _scaled(Q, scale, workspace), U.to(Q.dtype)), None
 
     def apply(
-        self, U: Tensor, scale: Tensor, Q: Tensor, gain: Tensor | None = None, out: Tensor | None = None
+        self, U: Tensor, scale: Tensor, Q: Tensor, workspace: Workspace, gain: Tensor | None = None
     ) -> Tensor:
         """The cached direction `Q X` of `X = scale U`, times `gain` if given.
 
         In full precision the factors go into the small Q, and X is never formed.
         """
         dtype = self.fresh.precision(scale)
+        direction = workspace.like("direction", U, dtype)
         if dtype == Q.dtype:
-            return apply_left(Q * (scale if gain is None else scale * gain), U.to(dtype), out)
-        direction = apply_left(Q.to(dtype), rescale(U, scale).to(dtype)).to(Q.dtype)
-        return direction if gain is None else torch.mul(direction, gain, out=out)
+            factor = scale if gain is None else scale * gain
+            return torch.bmm(_scaled(Q, factor, workspace), U.to(dtype), out=direction)
+        X = rescale(U, scale).to(dtype)
+        direction = torch.bmm(Q.to(dtype), X, out=direction).to(Q.dtype)
+        return direction if gain is None else direction.mul_(gain)
 
-    def refresh(self, X: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def refresh(self, X: Tensor, z: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """FreshGNS: direction, new transform, and the estimated residual of that direction.
 
         A fresh direction's own residual is not zero. It is estimated with the random vectors under
         either probe: the exact one would cost another n x m x n product.
         """
-        direction, Q = self.fresh.solve_with_transform(X)
+        direction, Q = self.fresh.solve_with_transform(X, workspace)
         return direction, Q, sketched_residual(z, direction)
+
+
+def _computed_in(U: Tensor) -> torch.dtype:
+    return torch.promote_types(U.dtype, torch.float32)
+
+
+def _scaled(Q: Tensor, factor: Tensor, workspace: Workspace) -> Tensor:
+    return torch.mul(Q, factor, out=workspace.square("Q", Q))
 
 
 def check_gate(gamma: float, max_age: int | None) -> None:

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cache import Guard
 from .groups import matrix_shape
+from .polar import peak_of
+from .workspace import Workspace, workspace_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +39,8 @@ class Matrix:
     kind: Hashable  # of one kind are matrices that can be worked on together
     index: int = 0  # in the stack
     counters: list[int] = field(default_factory=list)
+    guard: Guard | None = None
+    probed: bool = False
     outcome: str = ""
     scale: Tensor | None = None  # of its normalization
     candidate: Tensor | None = None
@@ -89,53 +94,13 @@ def batches(
         alike.setdefault((x.kind, key(x)), []).append(x)
     for members in alike.values():
         ceiling = min(x.group["max_workspace_bytes"] for x in members)
-        size = max(1, ceiling // workspace_bytes(*members[0].shape, members[0].momentum.dtype))
+        size = max(1, ceiling // workspace_bytes(*members[0].shape, _itemsize(members[0])))
         for start in range(0, len(members), size):
             yield members[start : start + size]
 
 
-def workspace_bytes(n: int, m: int, dtype: torch.dtype) -> int:
-    """What working on one n x m matrix takes at most beside the state.
-
-    Five n x m: the stacked momentum, the workspace's scratch and step, and the solver's two. Five n x n.
-    """
-    return torch.promote_types(dtype, torch.float32).itemsize * (5 * n * m + 5 * n * n)
-
-
-class Workspace:
-    """Memory that the batches of a step use one after the other, kept for the next step.
-
-    On a CPU a fresh allocation of this size costs as much as the pass that fills it: the system hands
-    out every page anew.
-
-    >>> workspace, X = Workspace(), torch.randn(1, 3, 2).mT
-    >>> one, two = (workspace.take("scratch", X) for _ in range(2))
-    >>> one.data_ptr() == two.data_ptr(), one.stride() == X.stride()
-    (True, True)
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[Hashable, Tensor] = {}
-
-    def prepare(self, batch: list[Matrix]) -> None:
-        """Let go of what batches of other shapes left, where that and this batch would pass the ceiling."""
-        kept = sum(memory.numel() for memory in self._memory.values())
-        needed = len(batch) * workspace_bytes(*batch[0].shape, batch[0].momentum.dtype)
-        if kept + needed > batch[0].group["max_workspace_bytes"]:
-            largest = batch[0].momentum.numel() * len(batch) * 8
-            for key in [key for key, memory in self._memory.items() if memory.numel() > largest]:
-                del self._memory[key]
-
-    def take(self, role: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory in the shape and layout of `like (B, n, m)`. The same role gets the same memory."""
-        dtype = like.dtype if dtype is None else dtype
-        size = like.numel() * dtype.itemsize
-        memory = self._memory.get((role, like.device))
-        if memory is None or memory.numel() < size:
-            self._memory[role, like.device] = memory = like.new_empty(size, dtype=torch.uint8)
-        transposed = like.stride(-2) == 1 and like.stride(-1) != 1
-        taken = memory[:size].view(dtype).view(like.mT.shape if transposed else like.shape)
-        return taken.mT if transposed else taken
+def _itemsize(x: Matrix) -> int:
+    return torch.promote_types(x.momentum.dtype, torch.float32).itemsize
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -143,40 +108,54 @@ def stack(tensors: list[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
-def accumulate(batch: list[Matrix], momentum: float, workspace: Workspace) -> tuple[Tensor, Tensor]:
-    """`M <- momentum M + (1 - momentum) G` for each matrix: all M, `(B, rows, cols)`, and which gradients
-    could be taken in, `(B,)`.
+@dataclass(slots=True, eq=False)
+class Update:
+    """What a batch orthogonalizes: `U (B, n, m)`, wide.
+
+    `finite (B,)` tells which gradients could be taken in; `peak (B, 1, 1)` is `max|U|` if it is known.
+    """
+
+    U: Tensor
+    finite: Tensor
+    peak: Tensor | None
+
+
+def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
+    """`M <- momentum M + (1 - momentum) G` for each matrix.
 
     The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum.
     """
+    ceiling = batch[0].group["max_workspace_bytes"]
+    workspace.prepare(len(batch), *batch[0].shape, _itemsize(batch[0]), ceiling)
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
-    updated = torch.lerp(M, G, 1 - momentum, out=workspace.take("scratch", M))
-    finite = torch.isfinite(updated.amax(dim=(1, 2))) & torch.isfinite(updated.amin(dim=(1, 2)))
-    torch.where(finite.view(-1, 1, 1), updated, M, out=M)
+    updated = torch.lerp(M, G, 1 - batch[0].group["momentum"], out=workspace.like("scratch", M))
+    peak = peak_of(updated)
+    finite = torch.isfinite(peak)
+    torch.where(finite, updated, M, out=M)
     if len(batch) > 1:
         torch._foreach_copy_([x.momentum for x in batch], list(M.unbind(0)))
-    return M, finite
+    if batch[0].group["nesterov"]:
+        return Update(update_of(batch, M, finite), finite.flatten(), None)
+    # The direction of a matrix that stays where it is only has to be finite, whatever its scale.
+    return Update(_wide(batch, M), finite.flatten(), torch.where(finite, peak, 1))
 
 
-def update_matrices(
-    batch: list[Matrix],
-    momentum: float,
-    nesterov: bool,
-    *,
-    M: Tensor | None = None,
-    finite: Tensor | None = None,
-) -> Tensor:
+def update_of(batch: list[Matrix], M: Tensor | None = None, finite: Tensor | None = None) -> Tensor:
     """What is orthogonalized, wide `(B, n, m)`: M, or with Nesterov `momentum M + (1 - momentum) G`.
 
     `M` are the momenta, if they are stacked already; `finite=None` promises that every gradient is.
     """
     U = stack([x.momentum for x in batch]) if M is None else M
-    if nesterov:
+    if batch[0].group["nesterov"]:
         G = stack([x.grad for x in batch])
         if finite is not None:
-            G = torch.where(finite.view(-1, 1, 1), G, U)
-        U = torch.lerp(G, U, momentum)
-    return U.mT if batch[0].tall else U
+            G = torch.where(finite, G, U)
+        U = torch.lerp(G, U, batch[0].group["momentum"])
+    return _wide(batch, U)
+
+
+def _wide(batch: list[Matrix], tensor: Tensor) -> Tensor:
+    return tensor.mT if batch[0].tall else tensor
 
 
 def step_lengths(batch: list[Matrix], like: Tensor, finite: Tensor | None = None) -> Tensor:
@@ -194,7 +173,7 @@ def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) ->
     if any(isinstance(decay, Tensor) or decay for decay in decays):
         factors = list(_factors(batch, decays, steps, finite).unbind(0))
         torch._foreach_addcmul_(params, params, factors)
-    own = list((steps.mT if batch[0].tall else steps).unbind(0))
+    own = list(_wide(batch, steps).unbind(0))
     if any(param.ndim > 2 for param in params):
         own = [step.reshape(param.shape) for step, param in zip(own, params, strict=True)]
     torch._foreach_add_(params, own)

@@ -18,18 +18,18 @@ from .flops import Executed, Paper, executed_by, price
 from .groups import matrix_shape
 from .matrices import (
     Matrix,
-    Workspace,
     accumulate,
     batches,
     descend,
     stack,
     step_lengths,
-    update_matrices,
+    update_of,
 )
 from .polar import AutoNS, GramNS, Solver, StandardNS, cheaper, normalize, normalizer, rescale
 from .probe import random_block
 from .schedules import QUINTIC, Schedule
-from .stats import AGE, COLUMNS, GUARD, NO_AGE, OUTCOMES, REFRESHES, Ledger, Readback, count
+from .stats import AGE, COLUMNS, GUARD, NO_AGE, OUTCOMES, REFRESHES, WAIT, Ledger, Readback, count
+from .workspace import Workspace
 
 
 class Muon(MatrixOptimizer):
@@ -92,11 +92,9 @@ class Muon(MatrixOptimizer):
     def _solve(self, batch: list[Matrix], workspace: Workspace) -> tuple[Tensor, Tensor]:
         """Accumulate momentum and solve: which gradients are finite, and the wide directions."""
         group = batch[0].group
-        workspace.prepare(batch)
-        M, finite = accumulate(batch, group["momentum"], workspace)
-        U = update_matrices(batch, group["momentum"], group["nesterov"], M=M, finite=finite)
-        X = normalize(U, group["eps"], out=_scratch(workspace, U))
-        return finite, group["solver"].solve(X)
+        update = accumulate(batch, workspace)
+        X = normalize(update.U, group["eps"], _scratch(workspace, update.U), update.peak)
+        return update.finite, group["solver"].solve(X, workspace)
 
     def _warn_of_last_step(self) -> None:
         # One step late, and only if it has arrived: to warn at once would wait for the device.
@@ -217,6 +215,8 @@ class CacheMuon(MatrixOptimizer):
         rows = [row for tensor in counters for row in self._ledger("counters").rows(tensor)]
         for x, row in zip(matrices, rows, strict=True):
             x.counters = row
+            x.guard = _guard_of(x) if x.group["guard"] else None
+            x.probed = not _resting(x) and probed(_next_age(x), x.group["max_age"])
         blocks = _Blocks()
         lagged = [x for x in matrices if x.group["gate"] == "lagged"]
         for window in _windows([x for x in matrices if x.group["gate"] == "sync"]):
@@ -232,10 +232,10 @@ class CacheMuon(MatrixOptimizer):
     def _probe(self, window: list[Matrix], blocks: _Blocks) -> tuple[list[Matrix], Tensor]:
         """Accumulate momentum, measure residuals. Returns `(2, N)` on the device: finite, residual."""
         order, finite_parts, residual_parts = [], [], []
-        for batch in batches(window, key=_probed):
+        for batch in batches(window, key=lambda x: x.probed):
             finite, U, scale = self._update(batch)
             residual = scale.new_full((len(batch),), math.nan)
-            if _probed(batch[0]):
+            if batch[0].probed:
                 residual = self._measure(batch, U, scale, blocks)
             for x, factor in zip(batch, scale.unbind(0), strict=True):
                 x.scale = factor
@@ -257,9 +257,9 @@ class CacheMuon(MatrixOptimizer):
     def _resolve(self, window: list[Matrix], blocks: _Blocks) -> None:
         """Apply the accepted transforms, solve the rest, and take the step."""
         for batch in batches((x for x in window if x.outcome != "non-finite"), key=_remedy):
-            group = batch[0].group
-            U = update_matrices(batch, group["momentum"], group["nesterov"])
-            self._take_step(batch, U, stack([x.scale for x in batch if x.scale is not None]), blocks)
+            self._take_step(
+                batch, update_of(batch), stack([x.scale for x in batch if x.scale is not None]), blocks
+            )
 
     def _step_lagged(self, matrices: list[Matrix], blocks: _Blocks) -> None:
         """Decide on the residuals known from earlier steps, and leave this step's for the next."""
@@ -275,16 +275,15 @@ class CacheMuon(MatrixOptimizer):
 
     def _update(self, batch: list[Matrix]) -> tuple[Tensor, Tensor, Tensor]:
         """Accumulate momentum: which gradients are finite, what is orthogonalized, its normalizer."""
-        group, workspace = batch[0].group, self._workspace()
-        workspace.prepare(batch)
-        M, finite = accumulate(batch, group["momentum"], workspace)
-        U = update_matrices(batch, group["momentum"], group["nesterov"], M=M, finite=finite)
-        return finite, U, normalizer(U, group["eps"], out=_scratch(workspace, U))
+        workspace = self._workspace()
+        update = accumulate(batch, workspace)
+        scratch = _scratch(workspace, update.U)
+        return update.finite, update.U, normalizer(update.U, batch[0].group["eps"], scratch, update.peak)
 
     def _measure(self, batch: list[Matrix], U: Tensor, scale: Tensor, blocks: _Blocks) -> Tensor:
         """The residuals of the cached transforms, recorded; exact candidates are kept."""
         Q = stack([_transform(x) for x in batch])
-        residual, C = _cache_of(batch[0].group).measure(U, scale, Q, blocks.of(batch))
+        residual, C = _cache_of(batch[0].group).measure(U, scale, Q, blocks.of(batch), self._workspace())
         for x, candidate in zip(batch, () if C is None else C.unbind(0), strict=C is not None):
             x.candidate = candidate
         _record(batch, 0, residual)
@@ -300,13 +299,13 @@ class CacheMuon(MatrixOptimizer):
             D = stack([x.candidate for x in batch if x.candidate is not None]).mul_(lengths)
         elif batch[0].outcome == "hit":
             Q = stack([_transform(x) for x in batch])
-            D = cache.apply(U, scale, Q, lengths, out=workspace.take("step", U, scale.dtype))
+            D = cache.apply(U, scale, Q, workspace, lengths)
         else:
             X = rescale(U, scale, out=_scratch(workspace, U))
             if batch[0].outcome == "guarded":
-                D = cheaper(cache.fresh, *batch[0].shape, cache.fresh.precision(X)).solve(X)
+                D = cheaper(cache.fresh, *batch[0].shape, cache.fresh.precision(X)).solve(X, workspace)
             else:
-                D, Q, residual = cache.refresh(X, blocks.of(batch))
+                D, Q, residual = cache.refresh(X, blocks.of(batch), workspace)
                 _keep(batch, Q, residual, finite)
             D.mul_(lengths)
         descend(batch, D, finite)
@@ -402,12 +401,8 @@ def _next_age(x: Matrix) -> int:
     return NO_AGE if x.counters[AGE] == NO_AGE else x.counters[AGE] + 1
 
 
-def _probed(x: Matrix) -> bool:
-    return not _resting(x) and probed(_next_age(x), x.group["max_age"])
-
-
 def _resting(x: Matrix) -> bool:
-    return bool(x.group["guard"]) and _guard_of(x).resting(x.counters[GUARD][1])
+    return x.guard is not None and x.guard.resting(x.counters[WAIT])
 
 
 def _guard_of(x: Matrix) -> Guard:
@@ -434,8 +429,8 @@ def _decide(x: Matrix, finite: bool, residual: float) -> None:
         resting=_resting(x),
     )
     x.counters = count(x.counters, x.outcome)
-    if group["guard"]:
-        x.counters[GUARD] = _guard_of(x).after(x.outcome, *x.counters[GUARD])
+    if x.guard is not None:
+        x.counters[GUARD] = x.guard.after(x.outcome, *x.counters[GUARD])
 
 
 def _remedy(x: Matrix) -> str:
@@ -474,7 +469,7 @@ def _record(batch: list[Matrix], column: int, values: Tensor) -> None:
 
 
 def _scratch(workspace: Workspace, U: Tensor) -> Tensor:
-    return workspace.take("scratch", U, torch.promote_types(U.dtype, torch.float32))
+    return workspace.like("scratch", U, torch.promote_types(U.dtype, torch.float32))
 
 
 def _count_on_device(batch: list[Matrix], finite: Tensor) -> None:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from .schedules import GRAM, POLAR_EXPRESS, Schedule
+from .workspace import Workspace
 
 EPS = 1e-7
 
 
-def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None) -> Tensor:
+def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Tensor | None = None) -> Tensor:
     """`X = M / (|M|_F + eps)` for each matrix of a batch, in float32 (float64 stays float64).
 
     The norm is taken of `M / max|M|`, since squares overflow float32 at 1e20 and vanish at 1e-25.
@@ -30,22 +31,24 @@ def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None) -> Tensor:
     >>> float(torch.linalg.norm(normalize(torch.full((2, 8), 1e30))))
     1.0
     """
-    factor = normalizer(M, eps, out)
-    return rescale(M, factor, out)
+    return rescale(M, normalizer(M, eps, out, peak), out)
 
 
-def normalizer(M: Tensor, eps: float = EPS, out: Tensor | None = None) -> Tensor:
+def normalizer(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Tensor | None = None) -> Tensor:
     """The factor `1 / (|M|_F + eps)` of `normalize` for each matrix, shaped `(..., 1, 1)`.
 
-    `out`, like M in float32 or float64, is memory to work in.
+    `out`, like M in float32 or float64, is memory to work in; `peak` is `peak_of(M)`, if it is known.
     """
     M = M.to(torch.promote_types(M.dtype, torch.float32))
-    # max|M| by amax and amin: on a CPU nine times faster than the infinity norm.
-    peak = torch.maximum(M.amax(dim=(-2, -1), keepdim=True), -M.amin(dim=(-2, -1), keepdim=True))
-    peak = peak.clamp_(min=torch.finfo(M.dtype).tiny)
+    peak = (peak_of(M) if peak is None else peak.to(M.dtype)).clamp(min=torch.finfo(M.dtype).tiny)
     # The largest entry of M / peak is 1, so its norm is below 1 only for the zero matrix.
-    norm: Tensor = torch.linalg.vector_norm(torch.div(M, peak, out=out), dim=(-2, -1), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(torch.mul(M, 1 / peak, out=out), dim=(-2, -1), keepdim=True)
     return 1 / peak / (norm + eps / peak).clamp_(min=1)
+
+
+def peak_of(M: Tensor) -> Tensor:
+    """`max|M|` of each matrix, `(..., 1, 1)`. On a CPU nine times faster than the infinity norm."""
+    return torch.maximum(M.amax(dim=(-2, -1), keepdim=True), -M.amin(dim=(-2, -1), keepdim=True))
 
 
 def rescale(M: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -64,7 +67,9 @@ def wide_batch(M: Tensor) -> Tensor:
 
 def widen(M: Tensor, eps: float = EPS) -> Tensor:
     """`wide_batch(M)`, normalized."""
-    return normalize(wide_batch(M), eps)
+    U = wide_batch(M)
+    X = torch.empty_like(U, dtype=torch.promote_types(U.dtype, torch.float32))  # to work in, and the result
+    return normalize(U, eps, out=X)
 
 
 def restore(direction: Tensor, M: Tensor) -> Tensor:
@@ -93,13 +98,16 @@ class Solver(ABC):
     dtype: torch.dtype | None
 
     @abstractmethod
-    def solve(self, X: Tensor) -> Tensor:
-        """The direction of a batch `X (B, n, m)` of normalized wide matrices, in float32 or float64."""
+    def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
+        """The direction of a batch `X (B, n, m)` of normalized wide matrices, in float32 or float64.
+
+        It may lie in the workspace, in the memory of any role but "scratch", where the optimizers keep X.
+        """
 
     def __call__(self, M: Tensor) -> Tensor:
         """The direction of `M (..., n, m)`, in M's shape and dtype."""
         with full_precision(M.device.type):
-            return restore(self.solve(widen(M, self.eps)), M)
+            return restore(self.solve(widen(M, self.eps), Workspace()), M)
 
     def precision(self, X: Tensor) -> torch.dtype:
         """The dtype that the iteration on X has."""
@@ -128,14 +136,14 @@ class StandardNS(Solver):
     def __post_init__(self) -> None:
         _check(self.schedule, self.eps, self.dtype)
 
-    def solve(self, X: Tensor) -> Tensor:
+    def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
         Y = X.to(self.precision(X))
-        A, Z = None, None
-        target, spare = torch.empty_like(Y), torch.empty_like(Y)  # X itself is never written to
+        A, Z = workspace.square("A", Y), workspace.square("Z", Y)
+        target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for a, b, c in self.schedule.triples:
-            A = torch.bmm(Y, Y.mT, out=A)  # (B, n, n)
-            Z = torch.baddbmm(A, A, A, beta=b, alpha=c, out=Z)
+            torch.bmm(Y, Y.mT, out=A)  # (B, n, n)
+            torch.baddbmm(A, A, A, beta=b, alpha=c, out=Z)
             Y = torch.baddbmm(Y, Z, Y, beta=a, out=target)
             target, spare = spare, target
         return Y.to(X.dtype)
@@ -182,13 +190,13 @@ class GramNS(Solver):
         needless = dtype == torch.float64 or (dtype == torch.float32 and n >= 512 and 2 * m >= 3 * n)
         return () if needless or self.schedule.steps < 3 else (2,)
 
-    def solve(self, X: Tensor) -> Tensor:
+    def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
-        return self._iterate(X, compose=False)[0]
+        return self._iterate(X, workspace, compose=False)[0]
 
-    def solve_with_transform(self, X: Tensor) -> tuple[Tensor, Tensor]:
+    def solve_with_transform(self, X: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """The direction of a batch of normalized wide matrices, and its transform `Q (B, n, n)`."""
-        return self._iterate(X, compose=True)
+        return self._iterate(X, workspace, compose=True)
 
     def with_transform(self, M: Tensor) -> tuple[Tensor, Tensor]:
         """FreshGNS, Algorithm A.3: the direction, and the left transform Q that makes it.
@@ -197,39 +205,40 @@ class GramNS(Solver):
         `(..., n, n)` with n the smaller side, in float32 (float64 for float64).
         """
         with full_precision(M.device.type):
-            direction, Q = self.solve_with_transform(widen(M, self.eps))
+            direction, Q = self.solve_with_transform(widen(M, self.eps), Workspace())
         return restore(direction, M), Q.reshape(*M.shape[:-2], *Q.shape[-2:])
 
-    def _iterate(self, X: Tensor, *, compose: bool) -> tuple[Tensor, Tensor]:
+    def _iterate(self, X: Tensor, workspace: Workspace, *, compose: bool) -> tuple[Tensor, Tensor]:
         dtype = self.precision(X)
         restarts = self.restarts_at(X.shape[-2], X.shape[-1], dtype)
         Y = X.to(dtype)
-        R = Y @ Y.mT
-        P, T = torch.empty_like(R), torch.empty_like(R)
-        Q, Q_tot = None, None  # None stands for the identity: it is never multiplied with
+        R, P, Q, T = (workspace.square(role, Y) for role in "RPQT")
+        target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
+        Q_tot, opening = None, True  # Q is the identity: it is never multiplied with
+        torch.bmm(Y, Y.mT, out=R)
         for k, (a, b, c) in enumerate(self.schedule.triples, start=1):
             # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
             # times that of P formed at once and R <- (P R) P (docs/restarts.md).
             torch.baddbmm(R, R, R, beta=b, alpha=c, out=P)
             P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
-            if Q is None:
-                Q = P.clone()
+            if opening:
+                Q.copy_(P)
+                opening = False
             else:
                 torch.bmm(Q, P, out=T)
                 Q, T = T, Q
             if k == self.schedule.steps:
                 break
             if k in restarts:
-                Y = apply_left(Q, Y)
-                Q_tot = _compose(Q.to(X.dtype), Q_tot) if compose else None
-                Q = None
+                Y = torch.bmm(Q, Y, out=target)
+                target, spare = spare, target
+                Q_tot, opening = _composed(Q.to(X.dtype, copy=True), Q_tot) if compose else None, True
                 torch.bmm(Y, Y.mT, out=R)
             else:
                 torch.bmm(P, R, out=T)
                 torch.bmm(T, P, out=R)
-        assert Q is not None
-        direction = apply_left(Q, Y).to(X.dtype)
-        return direction, _compose(Q.to(X.dtype), Q_tot) if compose else Q
+        direction = torch.bmm(Q, Y, out=target).to(X.dtype)
+        return direction, _composed(Q.to(X.dtype), Q_tot) if compose else Q
 
 
 @dataclass(frozen=True)
@@ -256,9 +265,9 @@ class AutoNS(Solver):
         """The solver that a wide n x m matrix gets when iterated in `dtype`."""
         return cheaper(GramNS(self.schedule, eps=self.eps, dtype=self.dtype), n, m, dtype)
 
-    def solve(self, X: Tensor) -> Tensor:
+    def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
-        return self.choose(X.shape[-2], X.shape[-1], self.precision(X)).solve(X)
+        return self.choose(X.shape[-2], X.shape[-1], self.precision(X)).solve(X, workspace)
 
 
 def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
@@ -289,7 +298,7 @@ class ExactPolar(Solver):
     def __post_init__(self) -> None:
         _check(None, self.eps, self.dtype)
 
-    def solve(self, X: Tensor) -> Tensor:
+    def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
         U, S, Vh = torch.linalg.svd(X.double(), full_matrices=False)
         floor = S[..., :1] * max(X.shape[-2:]) * torch.finfo(self.dtype or torch.float64).eps
@@ -307,14 +316,7 @@ def polar(M: Tensor, solver: Solver | None = None) -> Tensor:
     return (AutoNS() if solver is None else solver)(M)
 
 
-def apply_left(Q: Tensor, Y: Tensor, out: Tensor | None = None) -> Tensor:
-    """`Q Y` for square Q, laid out in memory as Y is: the direction of a tall matrix, worked on as its
-    transpose, can then be added to it at full speed.
-    """
-    return torch.bmm(Q, Y, out=torch.empty_like(Y) if out is None else out)
-
-
-def _compose(Q: Tensor, Q_tot: Tensor | None) -> Tensor:
+def _composed(Q: Tensor, Q_tot: Tensor | None) -> Tensor:
     return Q if Q_tot is None else Q @ Q_tot
 
 

@@ -65,8 +65,8 @@ COLUMNS = (*OUTCOMES, "age", "last", "balance", "wait", "interval")
 """The columns of a matrix's counters: how often each outcome, the age, the last outcome's index, and
 the guard's three (`cache.Guard`)."""
 
-AGE, LAST, BALANCE = COLUMNS.index("age"), COLUMNS.index("last"), COLUMNS.index("balance")
-GUARD = slice(BALANCE, len(COLUMNS))
+AGE, LAST, WAIT = COLUMNS.index("age"), COLUMNS.index("last"), COLUMNS.index("wait")
+GUARD = slice(COLUMNS.index("balance"), len(COLUMNS))
 NO_AGE = -1
 """The age of a transform that doesn't exist."""
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
 from cachemuon.groups import matrix_shape
+from cachemuon.workspace import Workspace
 from cachemuon_lab.config import RunConfig
 
 Line = dict[str, Any]
@@ -77,8 +78,8 @@ class GateObserver:
                 continue
             Q, age = self._cached.pop(name)
             X = _normalized(state, group, index)
-            candidate = CacheGNS(group["solver"]).apply(X, X.new_ones(1, 1, 1), Q.unsqueeze(0))
-            fresh = group["solver"].solve(X)
+            candidate = CacheGNS(group["solver"]).apply(X, X.new_ones(1, 1, 1), Q.unsqueeze(0), Workspace())
+            fresh = group["solver"].solve(X, Workspace())
             measured = {"residual": exact_residual(candidate).item(), "cosine": _cosine(candidate, fresh)}
             lines.append(
                 {"kind": "probe", "name": name, **measured, "accepted": events[name].hit, "age": age}
@@ -118,11 +119,11 @@ class AgeObserver:
         kept = dict(self._kept)
         for name, state, group, index in _matrices(self.optimizer):
             X = _normalized(state, group, index)
-            fresh, transforms[name] = group["solver"].solve_with_transform(X)
+            fresh, transforms[name] = group["solver"].solve_with_transform(X, Workspace())
             for age in self.ages if due else ():
                 if name in kept.get(step - age, {}):
                     candidate = CacheGNS(group["solver"]).apply(
-                        X, X.new_ones(1, 1, 1), kept[step - age][name]
+                        X, X.new_ones(1, 1, 1), kept[step - age][name], Workspace()
                     )
                     lines.append(
                         {"kind": "age", "name": name, "age": age, "cosine": _cosine(candidate, fresh)}

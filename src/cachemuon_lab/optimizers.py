@@ -98,7 +98,7 @@ class StaleMuon(Muon):
             group = batch[0].group
             reuse = (group["step"] - 1) % (group["max_age"] + 1) > 0
             if reuse:
-                _, finite = accumulate(batch, group["momentum"], workspace)
+                finite = accumulate(batch, workspace).finite
             else:
                 finite, D = self._solve(batch, workspace)
                 torch._foreach_copy_([_direction(x) for x in batch], list(D.unbind(0)))

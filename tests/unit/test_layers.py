@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "cachemuon"
 LAYERS = (  # lowest first
     "schedules",
+    "workspace",
     "polar",
     "flops",
     "probe",
