@@ -73,19 +73,19 @@ class Guard:
     DEBT = 500
     CAP = 4000  # savings that a cache may live on when it no longer hits
     INTERVALS = (32, 1024)
-    LEAST_FEE = 50  # thin products are bound by memory: a probe takes more time than its FLOPs say
+    THIN = 6  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md)
 
     @classmethod
     def of(cls, cost: Executed, *, lagged: bool = False) -> Guard:
         """The guard for matrices of that cost. A lagged gate makes no probe before it solves."""
+        probe = cost.probing if cost.probe == "sketch" else 0
 
-        def gain(price: int) -> int:
-            return round(1000 * (1 - price / cost.baseline))
+        def gain(price: int, thin: int) -> int:
+            return round(1000 * (1 - (price + (cls.THIN - 1) * thin) / cost.baseline))
 
-        miss = gain(cost.cold if lagged else cost.miss)
-        cold = gain(cost.cold)
-        gains = {"hit": gain(cost.hit), "residual": min(miss, -cls.LEAST_FEE), "cold": cold, "stale": cold}
-        return cls(gains)
+        hit, cold = gain(cost.hit, probe), gain(cost.cold, cost.recheck)
+        miss = cold if lagged else gain(cost.miss, probe + cost.recheck)
+        return cls({"hit": hit, "residual": miss, "cold": cold, "stale": cold})
 
     def resting(self, wait: int) -> bool:
         """Whether the cache is set aside: after tries that failed, or since not even hits would pay."""

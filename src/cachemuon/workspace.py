@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, dtype, uint8
+import math
+
+from torch import Tensor, device, dtype, uint8
 
 
 class Workspace:
@@ -23,17 +25,17 @@ class Workspace:
     """How many n x m and n x n matrices a step needs at once at most, those that are stacked included."""
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[str, bool, object], Tensor] = {}
+        self._memory: dict[tuple[str, bool, device], Tensor] = {}
+        self._views: dict[object, Tensor] = {}
 
     def like(self, role: str, X: Tensor, dtype: dtype | None = None) -> Tensor:
         """Memory in the shape and layout of a batch `X (B, n, m)`."""
         transposed = X.stride(-2) == 1 and X.stride(-1) != 1
-        taken = self._take(role, False, X, (X.mT if transposed else X).shape, dtype or X.dtype)
-        return taken.mT if transposed else taken
+        return self._take(role, False, X, X.shape, dtype or X.dtype, transposed)
 
     def square(self, role: str, X: Tensor) -> Tensor:
         """Memory for `(B, n, n)` in the dtype of a batch `X (B, n, m)`."""
-        return self._take(role, True, X, (*X.shape[:-1], X.shape[-2]), X.dtype)
+        return self._take(role, True, X, (*X.shape[:-1], X.shape[-2]), X.dtype, False)
 
     def prepare(self, numbers: int, n: int, m: int, itemsize: int, ceiling: int) -> None:
         """Let go of what larger batches left, where that and a batch of `numbers` n x m matrices would
@@ -46,19 +48,29 @@ class Workspace:
             if memory.numel() > fitting[key[1]]
         }
         if sum(excess.values()) + numbers * workspace_bytes(n, m, itemsize) > ceiling:
+            self._views.clear()
             for key in excess:
                 del self._memory[key]
 
-    def _take(self, role: str, square: bool, X: Tensor, shape: tuple[int, ...], dtype: dtype) -> Tensor:
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        key = (role, square, X.device)
-        memory = self._memory.get(key)
-        if memory is None or memory.numel() < size:
+    def _take(
+        self, role: str, square: bool, X: Tensor, shape: tuple[int, ...], dtype: dtype, transposed: bool
+    ) -> Tensor:
+        view = self._views.get((role, shape, dtype, transposed, X.device))
+        return self._made(role, square, X, shape, dtype, transposed) if view is None else view
+
+    def _made(
+        self, role: str, square: bool, X: Tensor, shape: tuple[int, ...], dtype: dtype, transposed: bool
+    ) -> Tensor:
+        size, key = math.prod(shape) * dtype.itemsize, (role, square, X.device)
+        if key not in self._memory or self._memory[key].numel() < size:
+            self._views.clear()
             self._memory.pop(key, None)
-            self._memory[key] = memory = X.new_empty(size, dtype=uint8)
-        return memory[:size].view(dtype).view(shape)
+            self._memory[key] = X.new_empty(size, dtype=uint8)
+        plain = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        view = self._memory[key][:size].view(dtype).view(plain)
+        view = view.mT if transposed else view
+        self._views[role, shape, dtype, transposed, X.device] = view
+        return view
 
 
 def workspace_bytes(n: int, m: int, itemsize: int = 4) -> int:
