@@ -22,8 +22,8 @@ lint: $(STAMP) ## ruff and mypy, changing nothing
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
 
-bench: $(STAMP) ## time and FLOPs of every solver on this machine
-	@$(RUN) benchmarks/solvers.py
+bench: $(STAMP) ## time solvers and optimizer steps on this machine, beside other Muons that are installed
+	@$(VENV)/bin/cachemuon bench
 
 browser: $(STAMP) ## look at the report in Chromium (/usr/bin/chromium)
 	@$(RUN) -m pytest -n0 tests/browser

@@ -52,10 +52,11 @@ class Guard:
     """The break-even guard of one shape: it sets the cache aside where it costs more than it saves.
 
     A matrix has a balance, in thousandths of its cheapest fresh solve. A hit earns what it saves of that
-    solve, a miss pays what it costs beyond it, so the balance falls exactly while the hit rate is below
-    break-even. At a debt of half a solve the cache rests: the matrix is solved by the cheapest solver, and
-    tried again after 32 steps, then 64, up to 1024; after a try that paid, 32 again. All tries of T steps
-    together thus cost at most about log2(T / 32) solves, and a later miss is paid from what was saved.
+    solve, a miss pays what it costs beyond it, so the balance falls while the hit rate is below
+    break-even. At a debt of one solve the cache rests: the matrix is solved by the cheapest solver, and
+    tried again after 32 steps, then 64, up to 1024, each time for half a solve; after a try that paid,
+    all is as in the beginning. T steps thus cost at most about (1 + log2(T / 32) / 2) solves more than
+    fresh ones, and a later miss is paid from what was saved.
 
     >>> guard = Guard.of(Executed(768, 768, restarts=1))
     >>> guard.gains["hit"] > 900, guard.gains["residual"] < -250
@@ -65,27 +66,28 @@ class Guard:
     ...     balance, wait, interval = guard.after("residual", balance, wait, interval)
     ...     tries += 1
     >>> tries, wait
-    (2, 32)
+    (4, 32)
     """
 
     gains: dict[str, int]
 
-    DEBT = 500
+    DEBT = 1000
     CAP = 4000  # savings that a cache may live on when it no longer hits
     INTERVALS = (32, 1024)
-    THIN = 6  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md)
+    THIN = 6  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md),
+    LARGEST_FEE = 300  # but for a small matrix it is not FLOPs that take the time
 
     @classmethod
     def of(cls, cost: Executed, *, lagged: bool = False) -> Guard:
         """The guard for matrices of that cost. A lagged gate makes no probe before it solves."""
-        probe = cost.probing if cost.probe == "sketch" else 0
 
-        def gain(price: int, thin: int) -> int:
-            return round(1000 * (1 - (price + (cls.THIN - 1) * thin) / cost.baseline))
+        def gain(price: int) -> int:
+            return round(1000 * (1 - price / cost.baseline))
 
-        hit, cold = gain(cost.hit, probe), gain(cost.cold, cost.recheck)
-        miss = cold if lagged else gain(cost.miss, probe + cost.recheck)
-        return cls({"hit": hit, "residual": miss, "cold": cold, "stale": cold})
+        thin = cost.recheck if lagged else cost.recheck + (cost.probing if cost.probe == "sketch" else 0)
+        miss = max(gain((cost.cold if lagged else cost.miss) + (cls.THIN - 1) * thin), -cls.LARGEST_FEE)
+        cold = gain(cost.cold)
+        return cls({"hit": gain(cost.hit), "residual": miss, "cold": cold, "stale": cold})
 
     def resting(self, wait: int) -> bool:
         """Whether the cache is set aside: after tries that failed, or since not even hits would pay."""
@@ -100,7 +102,7 @@ class Guard:
         balance = min(balance + self.gains[outcome], self.CAP)
         if balance > 0:
             interval = 0
-        if balance > -self.DEBT:
+        if balance > (-self.DEBT if interval == 0 else -self.DEBT // 2):
             return balance, 0, interval
         first, longest = self.INTERVALS
         interval = min(max(first, 2 * interval), longest)

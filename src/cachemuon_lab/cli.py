@@ -5,23 +5,29 @@ What takes long is imported by the command that needs it, so that help and mista
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeRemainingColumn
-from rich.progress import Progress as Bars
-from rich.table import Table
 from rich.text import Text
+
+from cachemuon_lab.terminal import (
+    console,
+    display,
+    documents,
+    new_table,
+    processes,
+    progress,
+    say,
+    say_prepared,
+    status,
+)
 
 if TYPE_CHECKING:
     from cachemuon.flops import Cost, Shape
@@ -30,8 +36,6 @@ if TYPE_CHECKING:
     from cachemuon_lab.tables import Comparison
 
 RUNS = Path("runs")
-BARS = 8  # shown at a time; a sweep has 36
-LINES = 10  # for a run, where there is no terminal
 INTERRUPTED, WRONG = 130, 2
 
 app = typer.Typer(
@@ -118,15 +122,15 @@ def demo(
 
     out = out or RUNS / ("demo-quick" if quick else "demo")
     recipe, began = demonstration(quick=quick), time.perf_counter()
-    _say(f"{len(recipe.variants)} runs of {recipe.base.steps} steps, into {out}", sys.stderr)
-    with _progress() as show:
+    say(f"{len(recipe.variants)} runs of {recipe.base.steps} steps, into {out}", sys.stderr)
+    with progress() as show:
         runs = compare(recipe, out, resume=not overwrite, on_progress=show)
     comparison = _table(runs)
     page = _pictures(runs, out, "cachemuon demo" + " --quick" * quick)
     trained = sum(run.end["seconds"] for run in runs if run.end)
-    _say(f"{trained:.0f} s of training, {time.perf_counter() - began:.0f} s in all.")
-    _say(_conclusion(comparison))
-    _say(page)
+    say(f"{trained:.0f} s of training, {time.perf_counter() - began:.0f} s in all.")
+    say(_conclusion(comparison))
+    say(page)
 
 
 @preparation.command("openwebtext")
@@ -138,9 +142,9 @@ def prepare_openwebtext(
     """Stream OpenWebText from its hub and tokenize it."""
     from cachemuon_lab.data.prepare import prepare_openwebtext as prepare
 
-    with _documents() as progress:
+    with documents() as progress:
         meta = prepare(out, vocabulary_files=vocabulary_files, validation=validation, progress=progress)
-    _say_prepared(meta, out)
+    say_prepared(meta, out)
 
 
 @preparation.command("text")
@@ -154,7 +158,7 @@ def prepare_text(
     """Tokenize text files."""
     from cachemuon_lab.data.prepare import prepare_text as prepare
 
-    with _documents() as progress:
+    with documents() as progress:
         meta = prepare(
             files,
             out,
@@ -163,7 +167,7 @@ def prepare_text(
             validation=validation,
             progress=progress,
         )
-    _say_prepared(meta, out)
+    say_prepared(meta, out)
 
 
 @app.command()
@@ -195,7 +199,7 @@ def train(
     which = variant(chosen, optimizer, gamma=gamma, probe=probe, max_age=max_age)
     config = configure(chosen, which, settings or ())
     out = out or RUNS / config.name
-    with _processes() as first, _progress(first) as show:
+    with processes() as first, progress(first) as show:
         label = {"label": config.optimizer.label, "run": 1, "runs": 1}
         run = train(
             config,
@@ -207,7 +211,7 @@ def train(
         )
     if first:
         _table([run])
-        _say(f"The run is in {out}.")
+        say(f"The run is in {out}.")
 
 
 @app.command()
@@ -228,7 +232,7 @@ def compare(
     chosen = recipe(recipe_name)
     variants = [*chosen.variants, *(variant(chosen, kind) for kind in extra or ())]
     out = out or RUNS / chosen.name
-    with _processes() as first, _progress(first) as show:
+    with processes() as first, progress(first) as show:
         runs = compare(
             chosen,
             out,
@@ -245,7 +249,7 @@ def compare(
             *(f"--set {one}" for one in settings or ()),
             *(f"--with {k}" for k in extra or ()),
         ]
-        _say(_pictures(runs, out, " ".join(["cachemuon compare", recipe_name, *given])))
+        say(_pictures(runs, out, " ".join(["cachemuon compare", recipe_name, *given])))
 
 
 @app.command()
@@ -272,7 +276,7 @@ def sweep(
 
     chosen = recipe(recipe_name)
     out = out or RUNS / f"{chosen.name}-sweep"
-    with _processes() as first, _progress(first) as show:
+    with processes() as first, progress(first) as show:
         result = sweep(
             chosen,
             out,
@@ -286,21 +290,21 @@ def sweep(
     if not first:
         return
     names = [key.rpartition(".")[2] for key in result.grid]
-    table = _new_table(
+    table = new_table(
         *names, result.measure, "steps", "", title=f"{chosen.name}, {result.base.optimizer.label}"
     )
     for trial in result.trials:
         value = "-" if trial.value is None else f"{trial.value:.4f}"
         numbers = (f"{trial.settings[key]:g}" for key in result.grid)
         table.add_row(*numbers, value, f"{trial.steps:,}", "pruned" if trial.pruned else "")
-    _print(table)
+    display(table)
     if left := result.points - len(result.trials):
-        _say(f"{left} of {result.points} points are left; the same command goes on with them.")
+        say(f"{left} of {result.points} points are left; the same command goes on with them.")
     if result.best is None:
-        return _say("No trial has been finished yet.")
-    _say("The best so far:" if left else "The best:")
-    _say("  " + " ".join(f"--set {override}" for override in result.overrides))
-    _say("  " + result.optimizer)
+        return say("No trial has been finished yet.")
+    say("The best so far:" if left else "The best:")
+    say("  " + " ".join(f"--set {override}" for override in result.overrides))
+    say("  " + result.optimizer)
 
 
 @app.command()
@@ -313,7 +317,7 @@ def diagnose(
     twins = _diagnostics_of(recipe_name)
     out = out or RUNS / f"{recipe_name}-diagnosed"
     runs = []
-    with _processes() as first, _progress(first) as show:
+    with processes() as first, progress(first) as show:
         for twin in twins:
             runs += compare(
                 twin, out / twin.name, overrides=settings or (), resume=not overwrite, on_progress=show
@@ -342,7 +346,7 @@ def report(
     """Write an HTML page about the runs."""
     from cachemuon_lab.report import write_report
 
-    _say(f"The report is {write_report(_open_runs(runs), out)}.")
+    say(f"The report is {write_report(_open_runs(runs), out)}.")
 
 
 @app.command()
@@ -365,7 +369,7 @@ def flops(
         "executed, exact probe": partial(executed_by, GramNS(), probe="exact"),
         "executed, sketched probe": partial(executed_by, GramNS()),
     }
-    table = _new_table(
+    table = new_table(
         "shape", "matrices", "hit", "miss", "GramNS", "StandardNS", "break-even", title="GFLOPs of one call"
     )
     for name, model in models.items():
@@ -375,7 +379,7 @@ def flops(
             cost = model(rows, columns)
             prices = (f"{price / 1e9:,.4g}" for price in (cost.hit, cost.miss, cost.gram, cost.standard))
             table.add_row(f"{rows}x{columns}", str(count), *prices, f"{cost.break_even:.1%}")
-    _print(table)
+    display(table)
 
     sums: dict[str, list[float]] = {}
     for model in models.values():
@@ -390,10 +394,59 @@ def flops(
     )
     on = f" on {replicas} replicas" if replicas > 1 else ""
     title = f"{unit}FLOPs of {len(shapes)} matrices in {steps:,} step{'s' * (steps > 1)}{on}"
-    table = _new_table("", *models, title=title)
+    table = new_table("", *models, title=title)
     for label, row in sums.items():
         table.add_row(label, *(f"{value / scale:,.2f}" for value in row))
-    _print(table)
+    display(table)
+
+
+@app.command()
+def bench(
+    out: Out = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PART", help="solvers, steps, worst, share or growth; else all."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often each contender has its turn.")] = 15,
+    quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, to see that all works.")] = False,
+    again: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Only tables and pictures, of an earlier bench.json."),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Time solvers and optimizer steps on this machine, beside every other Muon that is installed.
+
+    Nothing else should run meanwhile. Interrupted, the same command goes on with the next part.
+    """
+    import json
+
+    from cachemuon_lab.bench import PARTS, run
+    from cachemuon_lab.performance import draw, page, tables
+    from cachemuon_lab.timing import avoid_trapped_bf16
+
+    if unknown := [part for part in only or () if part not in PARTS]:
+        raise ValueError(f"--only must be one of {', '.join(PARTS)}, got {unknown[0]!r}")
+    if rounds < 2:
+        raise ValueError(f"--rounds must be at least 2, got {rounds}")
+    out = out or RUNS / ("bench-quick" if quick else "bench")
+    if again is not None:
+        results = json.loads(again.read_text())
+    else:
+        avoid_trapped_bf16()
+        if overwrite:
+            (out / "bench.json").unlink(missing_ok=True)
+        with status() as tell:
+            results = run(out, only or PARTS, rounds=rounds, quick=quick, tell=tell)
+    for title, (heads, *rows) in tables(results).values():
+        table = new_table(*heads, title=title)
+        for row in rows:
+            table.add_row(*row)
+        display(table)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench.md").write_text(page(results))
+    pictures = draw(results, out)
+    say(f"Written: {', '.join(map(str, [out / 'bench.json', out / 'bench.md', *pictures]))}")
 
 
 def _shapes(word: str) -> Sequence[Shape]:
@@ -411,14 +464,12 @@ def _shapes(word: str) -> Sequence[Shape]:
 def _list_recipes() -> None:
     from cachemuon_lab.recipes import RECIPES
 
-    table = _new_table(
-        "recipe", "steps", "what", "optimizers", title="cachemuon train RECIPE", justify="left"
-    )
+    table = new_table("recipe", "steps", "what", "optimizers", title="cachemuon train RECIPE", justify="left")
     for recipe in RECIPES.values():
         labels = "\n".join(one.label for one in recipe.variants)
         table.add_row(recipe.name, f"{recipe.base.steps:,}", recipe.description, labels)
         table.add_section()
-    _print(table)
+    display(table)
 
 
 def _diagnostics_of(name: str) -> list[Recipe]:
@@ -453,7 +504,7 @@ def _table(runs: list[Run]) -> Comparison:
     from cachemuon_lab.tables import compare, to_rich
 
     comparison = compare(runs)
-    _print(to_rich(comparison, width=_console().width))
+    display(to_rich(comparison, width=console().width))
     return comparison
 
 
@@ -471,7 +522,7 @@ def _draw(runs: list[Run], out: Path, formats: Sequence[str] | None = None) -> N
 
     drawn = figures(runs, out, **({"formats": formats} if formats else {}))
     for figure in drawn:
-        _say(f"{figure.name}: {', '.join(map(str, figure.paths)) or figure.caption}")
+        say(f"{figure.name}: {', '.join(map(str, figure.paths)) or figure.caption}")
 
 
 def _conclusion(comparison: Comparison) -> str:
@@ -497,112 +548,6 @@ def _conclusion(comparison: Comparison) -> str:
         f"{', '.join(lost)}; this is one seed, and differences of a few hundredths may be noise: "
         "`cachemuon compare gpt2-nano --seeds 3` says more."
     )
-
-
-@contextmanager
-def _processes() -> Iterator[bool]:
-    """Join the processes that torchrun started, if it did; whether this is the one that prints."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield True
-        return
-    import torch
-    from torch import distributed
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield distributed.get_rank() == 0
-    finally:
-        distributed.destroy_process_group()
-
-
-@contextmanager
-def _progress(shown: bool = True) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What to call with the progress of runs: bars on a terminal, a line now and then elsewhere."""
-    console = _console(sys.stderr)
-    if not shown:
-        yield lambda state: None
-        return
-    if not console.is_terminal:
-        yield _print_line
-        return
-    columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), "{task.fields[told]}")
-    with Bars(*columns, TimeRemainingColumn(), console=console) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(state: dict[str, Any]) -> None:
-            title = _title(state)
-            if title not in tasks:
-                tasks[title] = bars.add_task(title, total=state["steps"], told="")
-                for old in list(tasks.values())[:-BARS]:
-                    bars.update(old, visible=False)
-            bars.update(tasks[title], completed=state["step"], told=_told(state))
-
-        yield show
-
-
-def _print_line(state: dict[str, Any]) -> None:
-    if state["step"] % max(1, state["steps"] // LINES) == 0 or state["step"] == state["steps"]:
-        _say(f"{_title(state)}  step {state['step']}/{state['steps']}  {_told(state)}", sys.stderr)
-
-
-def _title(state: dict[str, Any]) -> str:
-    return f"{state['label']} ({state['run']}/{state['runs']})" if state["runs"] > 1 else str(state["label"])
-
-
-def _told(state: dict[str, Any]) -> str:
-    forms = {"loss": "loss {:.3f}", "validation": "validation {:.3f}"}
-    if state["hit_rate"] is not None:
-        forms |= {"hit_rate": "hits {:.0%}", "saved_flops": "saved {:.0%}"}
-    return "  ".join(form.format(state[key]) for key, form in forms.items() if state[key] is not None)
-
-
-@contextmanager
-def _documents() -> Iterator[Callable[[int, int], None]]:
-    """The same for documents and their tokens."""
-    from cachemuon_lab.data.prepare import progress_bar
-
-    if _console(sys.stderr).is_terminal:
-        with progress_bar() as show:
-            yield show
-        return
-    last = 0.0
-
-    def line(documents: int, tokens: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > 30:
-            last = time.monotonic()
-            _say(f"{documents:,} documents, {tokens:,} tokens", sys.stderr)
-
-    yield line
-
-
-def _say_prepared(meta: dict[str, Any], out: Path) -> None:
-    train, held = (f"{meta[split]['tokens']:,} tokens" for split in ("train", "val"))
-    _say(f"{meta['documents']:,} documents: {train} for training, {held} held out, in {out}.")
-    _say(f"To use them: --set data.path={out}")
-
-
-def _new_table(*columns: str, title: str, justify: Any = "right") -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify=justify if number else "left", overflow="fold")
-    return table
-
-
-def _console(file: Any = None) -> Console:
-    """A console for the stream as it is now; of 140 columns where it is no terminal."""
-    file = file or sys.stdout
-    return Console(file=file, width=None if file.isatty() else 140, highlight=False)
-
-
-def _print(what: Any) -> None:
-    _console().print(what)
-
-
-def _say(text: str, file: Any = None) -> None:
-    print(text, file=file or sys.stdout, flush=True)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class Meter:
     def __init__(self, optimizer: Optimizer, device: torch.device, *, synchronize: bool = True) -> None:
         self.optimizer = optimizer
         self._device = device if synchronize and device.type == "cuda" else None
-        self._seconds = {"optimizer_seconds": 0.0, "orthogonalization_seconds": 0.0}
+        self.seconds = {"optimizer_seconds": 0.0, "orthogonalization_seconds": 0.0}
         self._before = self._outcomes()
         if isinstance(optimizer, MatrixOptimizer):
             orthogonalize = optimizer._orthogonalize
@@ -136,7 +136,7 @@ class Meter:
             def timed(matrices: list[Matrix]) -> None:
                 began = self.now()
                 orthogonalize(matrices)
-                self._seconds["orthogonalization_seconds"] = self.now() - began
+                self.seconds["orthogonalization_seconds"] = self.now() - began
 
             optimizer.__dict__["_orthogonalize"] = timed
 
@@ -150,14 +150,14 @@ class Meter:
         """One step of the optimizer."""
         began = self.now()
         self.optimizer.step()
-        self._seconds["optimizer_seconds"] = self.now() - began
+        self.seconds["optimizer_seconds"] = self.now() - began
 
     def read(self) -> dict[str, Any]:
         """The last step's seconds, the hits and misses since the last call, all FLOPs so far."""
         before, after = self._before, self._outcomes()
         self._before = after
         misses = {reason: number - before["misses"][reason] for reason, number in after["misses"].items()}
-        return {**self._seconds, **after, "hits": after["hits"] - before["hits"], "misses": misses}
+        return {**self.seconds, **after, "hits": after["hits"] - before["hits"], "misses": misses}
 
     def hit_rate(self) -> float | None:
         """Hits per call so far; None for an optimizer that cannot hit, or has not been called."""

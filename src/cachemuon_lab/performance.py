@@ -1,0 +1,213 @@
+"""Tables and pictures of `cachemuon bench`, from its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from cachemuon_lab.drawing import BLUE, GREY, RED, STYLE
+
+Cells = list[list[str]]
+
+
+def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
+    """A title and the cells, heads first, for each table of the parts that were measured."""
+    found: dict[str, tuple[str, Cells]] = {}
+    if "solvers" in results:
+        found["solvers"] = _solvers(results["solvers"])
+    for number, (title, rows) in enumerate(results.get("steps", {}).get("workloads", {}).items()):
+        found[f"steps{number + 1}"] = _steps(title, rows)
+    if "worst" in results:
+        found["worst"] = _worst(results["worst"])
+    if "share" in results:
+        found["share"] = _share(results["share"])
+    for axis, title in (("size", "One n x 4n matrix"), ("number", "64 x 64 matrices")):
+        if "growth" in results:
+            found[axis] = _growth(results["growth"][axis], title)
+    return found
+
+
+def to_markdown(cells: Cells) -> str:
+    """The cells as a Markdown table.
+
+    >>> print(to_markdown([["what", "ms"], ["hit", "1.0"]]))
+    | what | ms |
+    |---|--:|
+    | hit | 1.0 |
+    """
+    rule = ["---"] + ["--:"] * (len(cells[0]) - 1)
+    lines = [
+        "|" + "|".join(rule) + "|" if row is rule else "| " + " | ".join(row) + " |"
+        for row in (cells[0], rule, *cells[1:])
+    ]
+    return "\n".join(lines)
+
+
+def page(results: dict[str, Any]) -> str:
+    """All tables as Markdown, with what they were measured on."""
+    about = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
+    parts = [f"{title}\n\n{to_markdown(cells)}" for title, cells in tables(results).values()]
+    return "\n\n".join([f"Measured on: {about}.", *parts]) + "\n"
+
+
+def _ratio(values: Sequence[float]) -> str:
+    middle, low, high = values
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _solvers(part: dict[str, Any]) -> tuple[str, Cells]:
+    columns = [
+        ("hit / Q @ X", "to product", "hit"),
+        ("exact hit / Q @ X", "to product", "hit, exact probe"),
+        ("miss / GramNS", "to GramNS", "miss"),
+        ("GramNS / plain loop", "to plain loop", "GramNS"),
+        ("default / GramNS", "to GramNS", "polar (default)"),
+        ("StandardNS / GramNS", "to GramNS", "StandardNS"),
+    ]
+    cells = [["shape", *(head for head, _, _ in columns), "Q @ X, ms", "GramNS, ms"]]
+    for row in part["rows"]:
+        n, m = row["shape"]
+        milliseconds = row["milliseconds"]
+        cells.append(
+            [
+                f"{row['model']}, {n} x {m}",
+                *(_ratio(row[base][name]) for _, base, name in columns),
+                f"{milliseconds['Q @ X']:.2f}",
+                f"{milliseconds['GramNS']:.2f}",
+            ]
+        )
+    return f"Solvers, median of {part['rounds']} rounds (quartiles)", cells
+
+
+def _steps(title: str, rows: list[dict[str, Any]]) -> tuple[str, Cells]:
+    cells = [["optimizer", "precision", "step / GramMuon's", "matrix part", "ms", "hits", "peak MiB"]]
+    for row in rows:
+        part, hits = row["matrix part to GramMuon"], row["hits"]
+        cells.append(
+            [
+                row["name"],
+                row["precision"],
+                f"{row['to GramMuon']:.2f}",
+                "" if part is None else f"{part:.2f}",
+                f"{row['milliseconds']:.1f}",
+                "" if hits is None else f"{hits:.0%}",
+                f"{row['peak MiB']:.0f}",
+            ]
+        )
+    return f"One step of {title}", cells
+
+
+def _worst(part: dict[str, Any]) -> tuple[str, Cells]:
+    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "tried", "guarded"]]
+    for row in part["rows"]:
+        outcomes = row["outcomes"]
+        cells.append(
+            [
+                "{} x {}".format(*row["shape"]),
+                "{:.3f} ({:.3f} to {:.3f})".format(*row["CacheMuon / Muon"]),
+                "{:.3f} ({:.3f} to {:.3f})".format(*row["Muon again / Muon"]),
+                str(row["hits"]),
+                str(outcomes["cold"] + outcomes["residual"]),
+                str(outcomes["guarded"]),
+            ]
+        )
+    return f"A new left basis at each of {part['rows'][0]['steps']} steps", cells
+
+
+def _share(part: dict[str, Any]) -> tuple[str, Cells]:
+    cells = [["optimizer", "share of the training step", "model, ms", "optimizer, ms", "hits"]]
+    for row in part["rows"]:
+        cells.append(
+            [
+                row["name"],
+                f"{row['share']:.0%}",
+                f"{row['model milliseconds']:.0f}",
+                f"{row['optimizer milliseconds']:.0f}",
+                "" if row["hits"] is None else f"{row['hits']:.0%}",
+            ]
+        )
+    return f"A training step on {part['tokens']:,} tokens", cells
+
+
+def _growth(series: dict[str, list[float]], title: str) -> tuple[str, Cells]:
+    lines = [name for name in series if name not in ("x", "GFLOP of GramMuon")]
+    cells = [[f"{title}, ms", *lines]]
+    for number, x in enumerate(series["x"]):
+        cells.append([f"{x:g}", *(f"{series[name][number]:.2f}" for name in lines)])
+    return title, cells
+
+
+def draw(results: dict[str, Any], out: Path) -> list[Path]:
+    """`steps.png` and `growth.png`, as far as their parts were measured."""
+    drawn = []
+    with rc_context(STYLE):
+        if "steps" in results:
+            drawn.append(_save(_bars(results["steps"]["workloads"]), out / "steps.png"))
+        if "growth" in results:
+            drawn.append(_save(_curves(results["growth"]), out / "growth.png"))
+    return drawn
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+    return path
+
+
+def _bars(workloads: dict[str, list[dict[str, Any]]]) -> Figure:
+    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    for axes, (title, rows) in zip(
+        figure.subplots(1, len(workloads), squeeze=False)[0], workloads.items(), strict=True
+    ):
+        values = np.array([row["to GramMuon"] for row in rows])
+        colours = [
+            RED
+            if row["name"].startswith("Cache")
+            else BLUE
+            if row["hits"] is None and "Muon" in row["name"] and "." not in row["name"]
+            else GREY
+            for row in rows
+        ]
+        places = np.arange(len(rows))[::-1]
+        axes.barh(places, values, color=colours)
+        axes.set_yticks(places, [f"{row['name']} ({row['precision']})" for row in rows])
+        for place, value in zip(places, values, strict=True):
+            axes.annotate(
+                f"{value:.2f}", (value, place), (2, 0), textcoords="offset points", va="center", fontsize=6
+            )
+        axes.set_xscale("log")
+        axes.set_xlim(values.min() / 1.6, values.max() * 2)
+        axes.set_xlabel("step time / GramMuon's")
+        axes.set_title(title)
+        axes.grid(axis="y", visible=False)
+    return figure
+
+
+def _curves(growth: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+    colours = {
+        "hit": RED,
+        "miss": "#E69F00",
+        "GramMuon": "#222222",
+        "PolarExpMuon": BLUE,
+        "torch.optim.Muon": GREY,
+    }
+    labels = {"hit": "CacheMuon, every step a hit", "miss": "CacheMuon, every step a miss, no guard"}
+    titles = {"size": ("n, of one n x 4n matrix", "size"), "number": ("number of 64 x 64 matrices", "number")}
+    for axes, (axis, (title, _)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        series = growth[axis]
+        for name, colour in colours.items():
+            if name in series:
+                axes.plot(series["x"], series[name], "o-", color=colour, label=labels.get(name, name))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(series["x"], [f"{x:g}" for x in series["x"]])
+        axes.set_xlabel(title)
+        axes.set_ylabel("ms a step")
+    figure.axes[0].legend()
+    return figure

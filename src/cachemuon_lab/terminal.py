@@ -1,0 +1,141 @@
+"""What the command shows: progress, tables and lines, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+BARS = 8  # shown at a time; a sweep has 36
+LINES = 10  # for a run, where there is no terminal
+
+
+@contextmanager
+def processes() -> Iterator[bool]:
+    """Join the processes that torchrun started, if it did; whether this is the one that prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    import torch
+    from torch import distributed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield distributed.get_rank() == 0
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def progress(shown: bool = True) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What to call with the progress of runs: bars on a terminal, a line now and then elsewhere."""
+    terminal = console(sys.stderr)
+    if not shown:
+        yield lambda state: None
+        return
+    if not terminal.is_terminal:
+        yield _print_line
+        return
+    columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), "{task.fields[told]}")
+    with Bars(*columns, TimeRemainingColumn(), console=terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def move(state: dict[str, Any]) -> None:
+            title = _title(state)
+            if title not in tasks:
+                tasks[title] = bars.add_task(title, total=state["steps"], told="")
+                for old in list(tasks.values())[:-BARS]:
+                    bars.update(old, visible=False)
+            bars.update(tasks[title], completed=state["step"], told=_told(state))
+
+        yield move
+
+
+def _print_line(state: dict[str, Any]) -> None:
+    if state["step"] % max(1, state["steps"] // LINES) == 0 or state["step"] == state["steps"]:
+        say(f"{_title(state)}  step {state['step']}/{state['steps']}  {_told(state)}", sys.stderr)
+
+
+def _title(state: dict[str, Any]) -> str:
+    return f"{state['label']} ({state['run']}/{state['runs']})" if state["runs"] > 1 else str(state["label"])
+
+
+def _told(state: dict[str, Any]) -> str:
+    forms = {"loss": "loss {:.3f}", "validation": "validation {:.3f}"}
+    if state["hit_rate"] is not None:
+        forms |= {"hit_rate": "hits {:.0%}", "saved_flops": "saved {:.0%}"}
+    return "  ".join(form.format(state[key]) for key, form in forms.items() if state[key] is not None)
+
+
+@contextmanager
+def documents() -> Iterator[Callable[[int, int], None]]:
+    """The same for documents and their tokens."""
+    from cachemuon_lab.data.prepare import progress_bar
+
+    if console(sys.stderr).is_terminal:
+        with progress_bar() as show:
+            yield show
+        return
+    last = 0.0
+
+    def line(documents: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            say(f"{documents:,} documents, {tokens:,} tokens", sys.stderr)
+
+    yield line
+
+
+def say_prepared(meta: dict[str, Any], out: Path) -> None:
+    """What a preparation made, and how to use it."""
+    train, held = (f"{meta[split]['tokens']:,} tokens" for split in ("train", "val"))
+    say(f"{meta['documents']:,} documents: {train} for training, {held} held out, in {out}.")
+    say(f"To use them: --set data.path={out}")
+
+
+def new_table(*columns: str, title: str, justify: Any = "right") -> Table:
+    """A table with a title and these heads."""
+    table = Table(title=Text(title), title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify=justify if number else "left", overflow="fold")
+    return table
+
+
+def console(file: Any = None) -> Console:
+    """A console for the stream as it is now; of 140 columns where it is no terminal."""
+    file = file or sys.stdout
+    return Console(file=file, width=None if file.isatty() else 140, highlight=False)
+
+
+def display(what: Any) -> None:
+    """Print a table or text to the standard output."""
+    console().print(what)
+
+
+def say(text: str, file: Any = None) -> None:
+    """Print a plain line at once."""
+    print(text, file=file or sys.stdout, flush=True)
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """What to call with the name of each piece of a long measurement."""
+    terminal = console(sys.stderr)
+    if not terminal.is_terminal:
+        yield lambda text: say(text, sys.stderr)
+        return
+    with terminal.status("") as spinner:
+        yield spinner.update

@@ -1,0 +1,143 @@
+"""Clocks: contenders that take turns, ratios within rounds, the machine they ran on.
+
+In a round each contender has its turn, in an order that rotates, so that a busy moment of the machine hits
+all alike. A contender's ratio to another is the median of the ratios within rounds, with the quartiles as its
+spread.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from cachemuon_lab.optimizers import Meter
+
+
+def avoid_trapped_bf16() -> None:
+    """Where multiplying in bf16 kills the process, let oneDNN do without the instructions that did it.
+
+    Some virtual machines announce AMX and trap it. To be called before the first product.
+    """
+    program = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    if subprocess.run([sys.executable, "-c", program], capture_output=True).returncode < 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the figures were measured on."""
+    about = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.system()}
+    if device == "cuda":
+        return about | {"device": torch.cuda.get_device_name()}
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    about |= {"device": names[0] if names else platform.processor() or "CPU"}
+    about |= {"threads": str(torch.get_num_threads())}
+    return about | ({"bf16": f"limited to {limit}, more is trapped"} if limit else {})
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def race(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, device: str, warm: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of every contender in every round."""
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warm, rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            took = seconds_of(contenders[name], device)
+            if number >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """How long a call takes, on a GPU until its work is done."""
+    began = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Median and quartiles.
+
+    >>> spread([5.0, 1.0, 2.0, 4.0, 3.0])
+    [3.0, 2.0, 4.0]
+    """
+    if len(values) < 2:
+        return [values[0]] * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [middle, low, high]
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, list[float]]:
+    """Every contender's time as a ratio to the base's of the same round: median and quartiles.
+
+    >>> ratios({"a": [1.0, 2.0], "b": [2.0, 4.0]}, "a")["b"]
+    [2.0, 2.0, 2.0]
+    """
+    return {
+        name: spread([one / other for one, other in zip(times, seconds[base], strict=True)])
+        for name, times in seconds.items()
+    }
+
+
+class Drive:
+    """An optimizer on parameters of its own, stepped through a sequence of gradients again and again."""
+
+    def __init__(
+        self,
+        make: Callable[[list[Parameter]], Optimizer],
+        gradients: Sequence[Sequence[Tensor]],
+    ) -> None:
+        self.gradients, self.number = gradients, 0
+        self.params = [Parameter(0.02 * torch.randn_like(sequence[0])) for sequence in gradients]
+        self.optimizer = make(self.params)
+        self.meter = Meter(self.optimizer, self.params[0].device, synchronize=False)
+
+    def load(self) -> None:
+        """Set the next gradients; not part of what is timed."""
+        for param, sequence in zip(self.params, self.gradients, strict=True):
+            param.grad = sequence[self.number % len(sequence)].clone()
+        self.number += 1
+
+    def step(self) -> None:
+        """One step of the optimizer."""
+        self.meter.step()
+
+    def peak_bytes(self) -> int:
+        """What a step allocates at most beyond what was there before it."""
+        self.load()
+        device = self.params[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.optimizer.step()
+            return int(torch.cuda.max_memory_allocated() - before)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            self.optimizer.step()
+        held, peak = 0, 0
+        assert seen.profiler is not None and seen.profiler.kineto_results is not None
+        for event in seen.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
+        return int(peak)
