@@ -413,6 +413,9 @@ def bench(
         Path | None,
         typer.Option("--from", metavar="FILE", help="Only tables and pictures, of an earlier bench.json."),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Renew the tables of a Markdown page, too.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Time solvers and optimizer steps on this machine, beside every other Muon that is installed.
@@ -422,7 +425,7 @@ def bench(
     import json
 
     from cachemuon_lab.bench import PARTS, run
-    from cachemuon_lab.performance import draw, page, tables
+    from cachemuon_lab.performance import draw, renewed, tables, to_page
     from cachemuon_lab.timing import avoid_trapped_bf16
 
     if unknown := [part for part in only or () if part not in PARTS]:
@@ -444,7 +447,9 @@ def bench(
             table.add_row(*row)
         display(table)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "bench.md").write_text(page(results))
+    (out / "bench.md").write_text(to_page(results))
+    if page is not None:
+        page.write_text(renewed(page.read_text(), results))
     pictures = draw(results, out)
     say(f"Written: {', '.join(map(str, [out / 'bench.json', out / 'bench.md', *pictures]))}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,25 @@ def to_markdown(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def page(results: dict[str, Any]) -> str:
+def renewed(text: str, results: dict[str, Any]) -> str:
+    """A Markdown page whose tables, each between `<!-- table NAME -->` and `<!-- end -->`, are new.
+
+    >>> page, results = "<!-- table share -->old<!-- end -->", {"share": {"tokens": 1, "rows": []}}
+    >>> renewed(page, results).splitlines()[2]
+    '| optimizer | share of the training step | model, ms | optimizer, ms | hits |'
+    """
+    made = tables(results)
+
+    def table(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name not in made:
+            raise ValueError(f"the page asks for a table {name!r}, there are: {', '.join(made)}")
+        return f"<!-- table {name} -->\n\n{to_markdown(made[name][1])}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def to_page(results: dict[str, Any]) -> str:
     """All tables as Markdown, with what they were measured on."""
     about = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
     parts = [f"{title}\n\n{to_markdown(cells)}" for title, cells in tables(results).values()]

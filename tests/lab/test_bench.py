@@ -8,7 +8,7 @@ from cachemuon import CacheMuon, GramNS, exact_residual, normalize
 from cachemuon_lab import peers
 from cachemuon_lab.bench import PARTS, gamma_for, new_basis, plain_gram_loop, run, smooth_gradients
 from cachemuon_lab.cli import app
-from cachemuon_lab.performance import draw, page, tables
+from cachemuon_lab.performance import draw, renewed, tables, to_markdown, to_page
 from cachemuon_lab.timing import Drive, race, ratios
 
 
@@ -29,7 +29,7 @@ def test_every_part_becomes_a_table_and_a_picture(results):
     assert set(made) == {"solvers", "steps1", "steps2", "worst", "share", "size", "number"}
     for title, cells in made.values():
         assert title and len(cells) >= 2 and len({len(row) for row in cells}) == 1
-    assert page(found).count("|---|") == len(made)
+    assert to_page(found).count("|---|") == len(made)
     pictures = draw(found, out)
     assert [path.name for path in pictures] == ["steps.png", "growth.png"]
     assert all(path.stat().st_size > 5000 for path in pictures)
@@ -63,6 +63,16 @@ def test_the_command_makes_tables_from_earlier_results(results, tmp_path):
 def test_bad_arguments_are_named(arguments, told):
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert isinstance(done.exception, ValueError) and told in str(done.exception)
+
+
+def test_a_page_gets_its_tables_renewed(results):
+    found, _ = results
+    old = "# Page\n<!-- table worst -->\nold\n<!-- end -->\nwords\n<!-- table size --><!-- end -->\n"
+    new = renewed(old, found)
+    assert to_markdown(tables(found)["worst"][1]) in new and to_markdown(tables(found)["size"][1]) in new
+    assert "old" not in new and "\nwords\n" in new and renewed(new, found) == new
+    with pytest.raises(ValueError, match="asks for a table 'tea'"):
+        renewed("<!-- table tea --><!-- end -->", found)
 
 
 def test_the_contenders_take_turns():
