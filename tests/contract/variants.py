@@ -24,8 +24,12 @@ VARIANTS = {
     "cache": CacheMuon,
     "cache-max-age": partial(CacheMuon, max_age=2, momentum=0.9),
     "cache-paper": partial(CacheMuon.paper, gamma=2.0),
-    "cache-nesterov": partial(CacheMuon, nesterov=True),
+    # With Nesterov the cache of these tasks does not pay: guarded, it would hardly be tried.
+    "cache-nesterov": partial(CacheMuon, nesterov=True, guard=False),
     "cache-original": partial(CacheMuon, adjust_lr_fn="original", gamma=2.0),
+    "cache-unguarded": partial(CacheMuon, guard=False),
+    "cache-lagged": partial(CacheMuon, gate="lagged"),
+    "cache-lagged-exact": partial(CacheMuon, gate="lagged", probe="exact", max_age=6, guard=False),
 }
 
 

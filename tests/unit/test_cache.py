@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cachemuon import GRAM, CacheGNS, GramNS, StandardNS
 from cachemuon.cache import decide
 from cachemuon.flops import Executed
-from cachemuon.stats import NO_AGE, OUTCOMES, count, new_counters
+from cachemuon.stats import AGE, NO_AGE, OUTCOMES, count, new_counters
 
 
 def momenta(dtype=torch.float64, beta=0.9):
@@ -145,6 +145,9 @@ def test_each_outcome_costs_what_flops_says(probe, n, m):
         (dict(finite=True, age=8, residual=2.0001), "residual"),
         (dict(finite=True, age=8, residual=math.nan), "residual"),
         (dict(finite=True, age=8, residual=math.inf), "residual"),
+        (dict(finite=True, age=8, residual=0.1, resting=True), "guarded"),
+        (dict(finite=True, age=NO_AGE, residual=0.1, resting=True), "guarded"),
+        (dict(finite=False, age=8, residual=0.1, resting=True), "non-finite"),
     ],
 )
 def test_the_gate(reading, outcome):
@@ -155,7 +158,13 @@ def test_counters_count():
     row = new_counters()
     for outcome in ("non-finite", "cold", "hit", "hit", "non-finite", "residual", "hit", "stale"):
         row = count(row, outcome)
-    assert row == [3, 1, 1, 1, 2, 0, 0, OUTCOMES.index("stale")]
+    guards = [0, 0, 0]
+    assert row == [3, 1, 1, 1, 2, 0, 0, 0, OUTCOMES.index("stale"), *guards]
+    aged = count(row, "hit")
+    assert (row[AGE], aged[AGE], count(aged, "non-finite")[AGE]) == (0, 1, 2)
+    row = count(aged, "guarded")  # solved without cache: from then on there is no transform
+    assert row == [4, 1, 1, 1, 2, 0, 1, NO_AGE, OUTCOMES.index("guarded"), *guards]
+    assert count(row, "non-finite")[AGE] == count(row, "guarded")[AGE] == NO_AGE
 
 
 @pytest.mark.parametrize(

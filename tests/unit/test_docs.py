@@ -35,7 +35,11 @@ def test_the_table_of_defaults():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]*) \|", settings, re.M)
     table = {name.strip("`"): default.strip() for name, default in rows}
     parameters = {**inspect.signature(Muon).parameters, **inspect.signature(CacheMuon).parameters}
-    for name in ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn", "gamma", "probe", "vectors"):
+    muon, cached = (
+        ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
+        ("gamma", "probe", "vectors"),
+    )
+    for name in (*muon, *cached, "gate", "guard"):
         assert eval(table[name]) == parameters[name].default
     for name in ("max_age", "seed", "view", "max_workspace_bytes"):
         assert name in table

@@ -1,6 +1,8 @@
 """What the two optimizers compute; how they behave around it is in tests/contract."""
 
+import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cachemuon import GRAM, POLAR_EXPRESS, QUINTIC, CacheMuon, ExactPolar, GramNS, Muon, StandardNS
 from cachemuon.flops import OUTCOMES as PRICED
 from cachemuon.flops import Paper
-from cachemuon.stats import OUTCOMES
+from cachemuon.stats import OUTCOMES, Readback
 
 
 def replay(make, dtype=torch.float32, steps=50):
@@ -150,7 +152,7 @@ def test_sketched_cachemuon_stays_near_the_exact_one():
 
 def test_max_age_bounds_the_hits():
     for max_age, rate in ((0, 0.0), (1, 0.5), (4, 0.8), (9, 0.9)):
-        _, optimizer = replay(lambda p, a=max_age: CacheMuon(p, gamma=math.inf, max_age=a))
+        _, optimizer = replay(lambda p, a=max_age: CacheMuon(p, gamma=math.inf, max_age=a, guard=False))
         stats = optimizer.cache_stats()
         assert stats["hit_rate"] == pytest.approx(rate)
         assert all(entry["age"] <= max_age for entry in stats["matrices"].values())
@@ -208,27 +210,91 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("make", [Muon, CacheMuon, CacheMuon.paper], ids=["Muon", "CacheMuon", "paper"])
-def test_a_step_reads_no_tensor_but_the_gates(make, monkeypatch):
-    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8 + i % 2, bias=False) for i in range(6))
-    optimizer = make(layers.named_parameters())
-    device_reads = []
-    plain = torch.Tensor.tolist
+def counted_reads(monkeypatch):
+    """The dtype of every tensor that is read by `tolist` from now on, but for what a `Readback` brings."""
+    reads, plain = [], torch.Tensor.tolist
 
     def counted(tensor):
-        if tensor.is_floating_point():  # residuals; the integer counters live on the host already
-            device_reads.append(tensor.shape)
+        reads.append(tensor.dtype)
         return plain(tensor)
 
+    def delivered(self):
+        # What has been copied to the host beside other work lies there. On CUDA `wait` waits for the event
+        # of the step before at most; on the CPU it is `tolist` of the tensor itself, and no read of a device.
+        return plain(self._host)
+
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    for step in range(4):
+    for method in ("wait", "poll"):
+        monkeypatch.setattr(Readback, method, delivered)
+    return reads
+
+
+@pytest.mark.parametrize(
+    "make, gate_reads",
+    [
+        pytest.param(Muon, 0, id="Muon"),
+        pytest.param(CacheMuon, 1, id="sync"),
+        pytest.param(CacheMuon.paper, 1, id="paper"),
+        pytest.param(partial(CacheMuon, gate="lagged"), 0, id="lagged"),
+        pytest.param(partial(CacheMuon, gate="lagged", probe="exact", max_age=2), 0, id="lagged-exact"),
+    ],
+)
+def test_a_step_reads_no_tensor_but_the_gates(make, gate_reads, monkeypatch):
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8 + i % 2, bias=False) for i in range(6))
+    optimizer = make(layers.named_parameters())
+    tensor_reads = counted_reads(monkeypatch)
+    for step in range(5):
         for p in layers.parameters():
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-        device_reads.clear()
+        tensor_reads.clear()
         with HostReads() as reads:
             optimizer.step()
         assert reads.seen == []
-        assert len(device_reads) == (0 if make is Muon else 1)
+        if step:  # a step without a predecessor reads its new state: NaN and zeros
+            assert tensor_reads == [torch.float32] * gate_reads  # nor the counters, which it knows by heart
+
+
+def test_counters_that_were_loaded_are_read_once(monkeypatch):
+    def stepped(optimizer, W):
+        W.grad = torch.eye(4, 6)
+        tensor_reads.clear()
+        optimizer.step()
+        return tensor_reads.count(torch.int64)
+
+    tensor_reads = counted_reads(monkeypatch)
+    W = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = CacheMuon([W])
+    assert [stepped(optimizer, W) for _ in range(3)] == [1, 0, 0]
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert stepped(optimizer, W) == 0
+    optimizer.load_state_dict(saved)
+    assert [stepped(optimizer, W) for _ in range(2)] == [1, 0]
+    assert optimizer.cache_stats()["hits"] == 4  # the fourth step was undone
+    optimizer.state[W]["counters"][0, 0] = 70  # as by a hand
+    assert stepped(optimizer, W) == 1
+    assert optimizer.cache_stats()["hits"] == 71
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Muon, partial(Muon, solver=GramNS()), CacheMuon, CacheMuon.paper, partial(CacheMuon, gate="lagged")],
+    ids=["Muon", "GramMuon", "sync", "paper", "lagged"],
+)
+def test_a_weight_and_its_transpose_are_trained_alike(make):
+    generator = torch.Generator().manual_seed(0)
+    start, base = (torch.randn(24, 40, generator=generator) for _ in range(2))
+    wide, tall = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.mT.contiguous())
+    optimizers = [make([W], lr=0.1, momentum=0.8, weight_decay=0.1) for W in (wide, tall)]
+    for _ in range(8):
+        wide.grad = base + torch.randn(24, 40, generator=generator)
+        tall.grad = wide.grad.mT.contiguous()
+        for optimizer in optimizers:
+            optimizer.step()
+        # Products of transposed factors are added up in another order: 2.4e-7 was seen.
+        torch.testing.assert_close(tall.detach().mT, wide.detach(), rtol=0, atol=1e-6)
+    ours, theirs = optimizers[0].state[wide]["momentum_buffer"], optimizers[1].state[tall]["momentum_buffer"]
+    assert torch.equal(ours, theirs.mT)  # element by element, no product
+    assert tall.is_contiguous() and theirs.is_contiguous()
 
 
 def test_an_exact_direction_is_applied_exactly():

@@ -1,0 +1,211 @@
+"""Kept memory: used again, never shared with a result, and within its ceiling."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cachemuon import AutoNS, CacheGNS, CacheMuon, GramNS, Muon, StandardNS
+from cachemuon.workspace import Workspace, workspace_bytes
+
+
+def matrices(*shape, number=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(number)]
+
+
+def held(workspace):
+    return sum(memory.numel() for memory in workspace._memory.values())
+
+
+# The workspace itself
+
+
+def test_a_role_has_one_memory_and_two_roles_have_two():
+    workspace, (X,) = Workspace(), matrices(2, 4, 6)
+    one = workspace.like("X", X).fill_(7)
+    assert workspace.like("X", X).data_ptr() == one.data_ptr()
+    assert workspace.like("Y", X).data_ptr() != one.data_ptr()
+    assert workspace.square("X", X).data_ptr() != one.data_ptr()  # a square of the same name
+    smaller = workspace.like("X", X[:1])
+    assert smaller.data_ptr() == one.data_ptr() and smaller.shape == (1, 4, 6)
+    assert held(workspace) == 4 * (2 * 2 * 4 * 6 + 2 * 4 * 4)
+    wider = workspace.like("X", matrices(2, 4, 9)[0])  # grows, and the old memory is let go
+    assert held(workspace) == 4 * (2 * 4 * 9 + 2 * 4 * 6 + 2 * 4 * 4)
+    assert workspace.like("X", X).data_ptr() == wider.data_ptr()  # no view of the old one is left
+
+
+def test_shape_layout_and_dtype_are_those_of_the_batch():
+    workspace, (wide,), (tall,) = Workspace(), matrices(3, 4, 6), matrices(3, 6, 4)
+    for X in (wide, tall.mT):
+        taken = workspace.like("X", X)
+        assert (taken.shape, taken.stride(), taken.dtype) == (X.shape, X.stride(), X.dtype)
+        assert workspace.like("X", X, torch.float64).dtype == torch.float64
+        square = workspace.square("R", X.double())
+        assert (square.shape, square.is_contiguous(), square.dtype) == ((3, 4, 4), True, torch.float64)
+
+
+def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
+    workspace, (large,) = Workspace(), matrices(4, 8, 16)
+    workspace.like("X", large)
+    workspace.square("R", large)
+    before, small = held(workspace), workspace_bytes(4, 6)
+    workspace.prepare(1, 4, 6, 4, ceiling=before + small)
+    assert held(workspace) == before
+    workspace.prepare(1, 4, 6, 4, ceiling=small)
+    assert held(workspace) == 0
+
+
+def test_the_documented_need():
+    assert workspace_bytes(768, 3072) == 60.75 * 2**20
+    assert workspace_bytes(3, 5, itemsize=8) == 8 * (5 * 3 * 5 + 7 * 3 * 3)
+
+
+# Solvers
+
+
+def storages(*tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+SOLVERS = [GramNS(), GramNS(restarts=()), StandardNS(), AutoNS()]
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (8, 8), (2, 8, 12)])
+@pytest.mark.parametrize("solver", SOLVERS, ids=["gram", "gram-no-restart", "standard", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_two_directions_share_no_memory_and_no_input_is_written_to(solver, shape, dtype):
+    M, other = (matrix.to(dtype) for matrix in matrices(*shape, number=2))
+    before = M.clone(), other.clone()
+    first = solver(M)
+    kept = first.clone()
+    second = solver(other)
+    assert torch.equal(M, before[0]) and torch.equal(other, before[1])
+    assert torch.equal(first, kept)  # the second call has left it alone
+    assert len(storages(M, other, first, second)) == 4
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (3, 8, 12)])
+@pytest.mark.parametrize("probe", ["sketch", "exact"])
+@pytest.mark.parametrize("fresh", [GramNS(), GramNS(restarts=())], ids=["restart", "none"])
+def test_directions_and_transforms_of_a_cache_share_no_memory(shape, probe, fresh):
+    solver = CacheGNS(fresh, probe)
+    M, near, far = (m + base for m, base in zip(matrices(*shape, number=3), [0, 0, 9], strict=True))
+    near = M + 0.01 * near
+    inputs = [x.clone() for x in (M, near, far)]
+    cold, Q, _ = solver(M, None, 5.0)
+    snapshot = [x.clone() for x in (cold, Q)]
+    hit, same, events = solver(near, Q, 1e9, step=1)
+    miss, new, _ = solver(far, Q, 0.0, step=2)
+    for event in events if isinstance(events, tuple) else [events]:
+        assert event.hit
+    for tensor, old in zip((M, near, far, cold, Q), inputs + snapshot, strict=True):
+        assert torch.equal(tensor, old)
+    assert torch.equal(same, Q)
+    assert len(storages(M, near, far, cold, hit, miss, Q, new)) == 8
+
+
+# Optimizers
+
+
+class Live(TorchDispatchMode):
+    """The most that was alive at once of a workspace and of what was allocated since.
+
+    It agrees with the allocations that torch.profiler records, to the byte.
+    """
+
+    def __init__(self, optimizer):
+        super().__init__()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owned = (*states, *params, *(param.grad for param in params))
+        self._owned = {tensor.untyped_storage()._cdata for tensor in owned}
+        self._alive, self.peak = {}, 0
+        self._see(list(optimizer._workspace()._memory.values()))
+
+    def _see(self, tensors):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._owned:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self._see([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        return result
+
+
+over = pytest.mark.xfail(strict=True, reason="takes more than max_workspace_bytes")
+MAKES = {
+    "gram": partial(Muon, solver=GramNS()),
+    "standard": partial(Muon, solver=StandardNS()),
+    "sketch": partial(CacheMuon, guard=False),
+    "sketch-misses": partial(CacheMuon, gamma=0.0, guard=False),
+    "guarded": partial(CacheMuon, gamma=0.0),
+    "lagged": partial(CacheMuon, gate="lagged", guard=False),
+    "lagged-misses": partial(CacheMuon, gate="lagged", gamma=0.0, guard=False),
+    "lagged-exact": partial(CacheMuon, gate="lagged", probe="exact", guard=False),
+    "exact": CacheMuon.paper,
+    "exact-misses": partial(CacheMuon.paper, gamma=0.0),
+    "nesterov": partial(Muon, nesterov=True),
+    "sketch-nesterov": partial(CacheMuon, nesterov=True, guard=False),
+}
+OVER = {"exact": over, "exact-misses": over, "nesterov": over, "sketch-nesterov": over}
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=OVER.get(name, ())) for name, make in MAKES.items()]
+)
+def test_a_step_takes_at_most_its_ceiling(make):
+    shapes = [(96, 160), (160, 96)] * 6
+    ceiling = 3 * workspace_bytes(96, 160)
+    params = [torch.nn.Parameter(matrices(*shape, seed=i)[0]) for i, shape in enumerate(shapes)]
+    optimizer = make(params, max_workspace_bytes=ceiling)
+    peaks = []
+    for step in range(6):
+        for i, param in enumerate(params):
+            param.grad = matrices(*param.shape, seed=i)[0] + 0.1 * matrices(*param.shape, seed=50 + step)[0]
+        if step == 0:  # makes the state
+            optimizer.step()
+            continue
+        with Live(optimizer) as live:
+            optimizer.step()
+        peaks.append(live.peak / ceiling)
+    assert max(peaks) <= 1
+    assert max(peaks) > 0.5  # what is measured is there
+
+
+unprepared = pytest.mark.xfail(strict=True, reason="a sync gate's second pass lets go of nothing")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gram",
+        "standard",
+        pytest.param("sketch-misses", marks=unprepared),
+        pytest.param("guarded", marks=unprepared),
+        "lagged-misses",
+    ],
+)
+def test_many_shapes_together_take_no_more_than_the_ceiling(name):
+    # A thin matrix needs the rectangles, a square one the squares: kept for both, they would pass it.
+    shapes = [(8, 2048), (82, 82), (2048, 8), (16, 64), (48, 56), (3, 16, 20), (8, 128)]
+    largest = max(workspace_bytes(*sorted(shape[-2:])) for shape in shapes)
+    for factor, order in itertools.product((1, 2), (1, -1)):
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes[::order]]
+        optimizer = MAKES[name](params, max_workspace_bytes=factor * largest)
+        for step in range(6):
+            for i, param in enumerate(params):
+                param.grad = matrices(*param.shape, seed=10 * step + i)[0]
+            with Live(optimizer) as live:
+                optimizer.step()
+            if step:  # the first makes the state
+                assert live.peak <= factor * largest
+            assert 0 < held(optimizer._workspace()) <= factor * largest
