@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from .flops import Executed
 from .polar import GramNS, full_precision, normalizer, rescale, restore, wide_batch
-from .probe import exact_residual, random_block, sketched_residual
+from .probe import exact_residual, paired_residual, random_block, sketched_residual
 from .stats import NO_AGE, REFRESHES, Event
 from .workspace import Workspace
 
@@ -110,12 +111,42 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """What a probe leaves for the hit, if there is one: nothing; or the direction itself, `formed (B, n, m)`;
+    or the factors `left (B, n, k)` and `right (B, k, n)` of its repair, `(Q + left right) U`.
+    """
+
+    formed: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    def __getitem__(self, rows: list[int] | slice) -> Candidate:
+        """That of some matrices of the batch."""
+        parts = (self.formed, self.left, self.right)
+        return Candidate(*(None if part is None else part[rows] for part in parts))
+
+    @staticmethod
+    def joined(candidates: Sequence[Candidate]) -> Candidate:
+        """Those of several batches as one."""
+        if len(candidates) == 1:
+            return candidates[0]
+        columns = zip(*((one.formed, one.left, one.right) for one in candidates), strict=True)
+        return Candidate(*(None if parts[0] is None else torch.cat(parts) for parts in columns))
+
+
+@dataclass(frozen=True)
 class CacheGNS:
     """CacheGNS, Algorithm A.4. Stateless: the transform goes in and comes out.
 
     `probe="exact"` is the paper's: the candidate `C = Q X` is formed and its residual computed.
     `probe="sketch"` estimates the same number from `vectors` random vectors, and forms `Q X` only
     once it is accepted.
+
+    With `clip > 0` a cached direction is repaired before it is judged: where Q meets directions that it
+    was never made for, it amplifies them, and C gets a few singular values far above 1. A random block of
+    `clip n` vectors and one power step find their span Y; inside it C is replaced by its own polar factor:
+    `D = C + Y (A - I) Y^T C` with `A Y^T C = polar(Y^T C)`. Still a transform of X, `Q + Y (A - I) Y^T Q`,
+    which is used once and never kept.
 
     >>> solver = CacheGNS()
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -130,6 +161,7 @@ class CacheGNS:
     fresh: GramNS = field(default_factory=GramNS)
     probe: str = "sketch"
     vectors: int = 8
+    clip: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.fresh, GramNS):
@@ -140,6 +172,11 @@ class CacheGNS:
             raise ValueError(f"probe must be one of {', '.join(map(repr, PROBES))}, got {self.probe!r}")
         if not (isinstance(self.vectors, int) and self.vectors >= 1):
             raise ValueError(f"vectors must be an integer >= 1, got {self.vectors!r}")
+        if not (isinstance(self.clip, int | float) and 0 <= self.clip <= 1):
+            raise ValueError(f"clip must be a fraction of the rows, from 0 to 1, got {self.clip!r}")
+        if self.clip and (self.probe == "exact" or self.vectors < 2):
+            got = f"probe={self.probe!r}, vectors={self.vectors}"
+            raise ValueError(f"clip needs probe='sketch' and at least two vectors, got {got}")
 
     def __call__(
         self,
@@ -176,10 +213,10 @@ class CacheGNS:
         U, workspace = wide_batch(M), Workspace()
         B, n = U.shape[:2]
         scale = normalizer(U, self.fresh.eps, out=workspace.like("direction", U, _computed_in(U)))
-        z = random_block(n, self.vectors, seed=seed, step=step, device=U.device, dtype=scale.dtype)
+        z = random_block(n, self.columns(n), seed=seed, step=step, device=U.device, dtype=scale.dtype)
         next_age = NO_AGE if transform is None else age + 1
         Q = None if transform is None else transform.reshape(B, n, n)
-        residual, candidate = torch.full_like(scale.flatten(), math.nan), None
+        residual, candidate = torch.full_like(scale.flatten(), math.nan), Candidate()
         if Q is not None and probed(next_age, max_age):
             residual, candidate = self.measure(U, scale, Q, z, workspace)
         outcomes = [
@@ -192,13 +229,12 @@ class CacheGNS:
         if len(solves) == B:
             direction, Q, refreshed = self.refresh(rescale(U, scale), z, workspace)
         elif Q is not None and len(hits) == B:
-            direction = self.apply(U, scale, Q, workspace) if candidate is None else candidate
+            direction = self.apply(U, scale, Q, candidate, workspace)
         else:
             direction = torch.zeros_like(U, dtype=scale.dtype)
             Q = None if Q is None and not solves else direction.new_zeros(B, n, n) if Q is None else Q.clone()
             if hits and Q is not None:
-                cached = (U[hits], scale[hits], Q[hits])
-                direction[hits] = self.apply(*cached, workspace) if candidate is None else candidate[hits]
+                direction[hits] = self.apply(U[hits], scale[hits], Q[hits], candidate[hits], workspace)
             if solves and Q is not None:
                 X = rescale(U[solves], scale[solves])
                 direction[solves], Q[solves], refreshed[solves] = self.refresh(X, z, workspace)
@@ -209,30 +245,65 @@ class CacheGNS:
         kept = None if Q is None else Q.reshape(*M.shape[:-2], n, n)
         return restore(direction, M), kept, events if M.ndim > 2 else events[0]
 
+    def rank(self, n: int) -> int:
+        """How many directions of n are clipped."""
+        return math.ceil(self.clip * n)
+
+    def columns(self, n: int) -> int:
+        """The columns of the random block that matrices with n rows share: for the probe, and to clip."""
+        return self.vectors + self.rank(n)
+
     def measure(
         self, U: Tensor, scale: Tensor, Q: Tensor, z: Tensor, workspace: Workspace
-    ) -> tuple[Tensor, Tensor | None]:
-        """The residual of `Q X`, `X = scale U`, for each matrix of a batch, and `Q X` if it was formed."""
+    ) -> tuple[Tensor, Candidate]:
+        """The residual of `Q X`, `X = scale U`, for each matrix of a batch, and what a hit can use of that.
+
+        `z (n, columns)` are the random vectors.
+        """
         if self.probe == "exact":
-            C = self.apply(U, scale, Q, Workspace())  # of its own: candidates wait for the gate
-            return exact_residual(C), C
-        return sketched_residual(z, _scaled(Q, scale, workspace), U.to(Q.dtype)), None
+            C = self.apply(U, scale, Q, Candidate(), Workspace())  # of its own: it waits for the gate
+            return exact_residual(C), Candidate(formed=C)
+        if self.clip:
+            return self._clipped(U.to(Q.dtype), _scaled(Q, scale, workspace), z)
+        return sketched_residual(z, _scaled(Q, scale, workspace), U.to(Q.dtype)), Candidate()
+
+    def _clipped(self, U: Tensor, Q: Tensor, block: Tensor) -> tuple[Tensor, Candidate]:
+        """The residual of the repaired `D = (Q + Y (A - I) Y^T Q) U`, which is not formed, and the repair."""
+        z, Y0 = block.split((self.vectors, block.shape[-1] - self.vectors), dim=-1)
+        E, F = (block.mT @ Q @ U).split((z.shape[-1], Y0.shape[-1]), dim=-2)  # z^T C and Y0^T C
+        Y = torch.linalg.qr(Q @ (U @ F.mT)).Q  # of C C^T Y0: the directions that Q amplifies
+        B = Y.mT @ Q
+        S = B @ U  # Y^T C
+        scale = normalizer(S, self.fresh.eps)
+        _, A = self.fresh.solve_with_transform(S * scale, Workspace())
+        A.mul_(scale).diagonal(dim1=-2, dim2=-1).sub_(1)  # (A - I) S = polar(S) - S
+        residual = paired_residual(z, E + (z.mT @ Y) @ A @ S)
+        return residual, Candidate(left=Y, right=A @ B)
 
     def apply(
-        self, U: Tensor, scale: Tensor, Q: Tensor, workspace: Workspace, gain: Tensor | None = None
+        self,
+        U: Tensor,
+        scale: Tensor,
+        Q: Tensor,
+        candidate: Candidate,
+        workspace: Workspace,
+        gain: Tensor | None = None,
     ) -> Tensor:
-        """The cached direction `Q X` of `X = scale U`, times `gain` if given.
+        """The cached direction `Q X` of `X = scale U`, repaired as the candidate says, times `gain` if given.
 
         In full precision the factors go into the small Q, and X is never formed.
         """
+        if candidate.formed is not None:
+            return candidate.formed if gain is None else candidate.formed * gain
+        gain = torch.ones_like(scale) if gain is None else gain
         dtype = self.fresh.precision(scale)
         direction = workspace.like("direction", U, dtype)
         if dtype == Q.dtype:
-            factor = scale if gain is None else scale * gain
-            return torch.bmm(_scaled(Q, factor, workspace), U.to(dtype), out=direction)
+            Q = _repaired(_scaled(Q, scale * gain, workspace), candidate, gain)
+            return torch.bmm(Q, U.to(dtype), out=direction)
+        Q = _repaired(_scaled(Q, torch.ones_like(scale), workspace), candidate, 1 / scale)
         X = rescale(U, scale).to(dtype)
-        direction = torch.bmm(Q.to(dtype), X, out=direction).to(Q.dtype)
-        return direction if gain is None else direction.mul_(gain)
+        return torch.bmm(Q.to(dtype), X, out=direction).to(scale.dtype).mul_(gain)
 
     def refresh(self, X: Tensor, z: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """FreshGNS: direction, new transform, and the estimated residual of that direction.
@@ -241,7 +312,13 @@ class CacheGNS:
         either probe: the exact one would cost another n x m x n product.
         """
         direction, Q = self.fresh.solve_with_transform(X, workspace)
-        return direction, Q, sketched_residual(z, direction)
+        return direction, Q, sketched_residual(z[:, : self.vectors], direction)
+
+
+def _repaired(Q: Tensor, candidate: Candidate, factor: Tensor) -> Tensor:
+    if candidate.left is None or candidate.right is None:
+        return Q
+    return torch.baddbmm(Q, candidate.left, candidate.right * factor, out=Q)
 
 
 def _computed_in(U: Tensor) -> torch.dtype:

@@ -183,6 +183,9 @@ class Paper(Cost):
 class Executed(Cost):
     """What this library multiplies for one matrix. `vectors` is the sketch's width k; 0 if exact: no recheck.
 
+    `rank` is the number r of directions that a clipped hit repairs, `rank_restarts` the restarts of their
+    own small solve. The QR factorization of its n x r block is not counted.
+
     >>> cost = Executed(768, 3072)
     >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
     True
@@ -190,9 +193,12 @@ class Executed(Cost):
 
     probe: Literal["sketch", "exact"] = "sketch"
     vectors: int = 8
+    rank: int = 0
+    rank_restarts: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _at_least("rank", self.rank, 0)
         if self.probe not in ("sketch", "exact"):
             raise ValueError(f"probe must be 'sketch' or 'exact', got {self.probe!r}")
         _at_least("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
@@ -222,14 +228,22 @@ class Executed(Cost):
 
     @property
     def probing(self) -> int:
-        """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix."""
-        n, m = self.n, self.m
-        return 4 * self.vectors * n * (m + n) if self.probe == "sketch" else 4 * n * n * m
+        """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix. Clipped:
+        (2k + 6r)(nm + n^2), and what is small: the solve of r x m and products with r x r or k.
+        """
+        n, m, k, r = self.n, self.m, self.vectors, self.rank
+        if self.probe == "exact":
+            return 4 * n * n * m
+        if not r:
+            return 4 * k * n * (m + n)
+        small = Executed(r, m, self.steps, self.rank_restarts).transform
+        estimate = 2 * k * (n * r + r * r + r * m + k * m + k * n)
+        return (2 * k + 6 * r) * n * (m + n) + small + estimate + 2 * r * r * n
 
     @property
     def apply(self) -> int:
-        """Q X after the probe. Sketch: 2n^2 m. Exact: 0, the candidate is the direction."""
-        return 2 * self.n**2 * self.m if self.probe == "sketch" else 0
+        """Q X after the probe. Sketch: 2n^2 m, and 2n^2 r to repair Q. Exact: 0, the candidate is it."""
+        return 2 * self.n**2 * (self.m + self.rank) if self.probe == "sketch" else 0
 
     @property
     def recheck(self) -> int:
@@ -255,6 +269,7 @@ def executed_by(
     *,
     probe: Literal["sketch", "exact"] = "sketch",
     vectors: int = 8,
+    rank: int = 0,
 ) -> Executed:
     """The `Executed` cost of a matrix under a solver, with the restarts it takes for shape and dtype.
 
@@ -262,7 +277,9 @@ def executed_by(
     (1, 0)
     """
     restarts = len(solver.restarts_at(min(n, m), max(n, m), dtype))
-    return Executed(n, m, solver.schedule.steps, restarts, probe=probe, vectors=vectors)
+    small = len(solver.restarts_at(rank, max(n, m), dtype)) if rank else 0
+    steps = solver.schedule.steps
+    return Executed(n, m, steps, restarts, probe=probe, vectors=vectors, rank=rank, rank_restarts=small)
 
 
 def price(cost: Cost, counters: Mapping[str, int]) -> int:

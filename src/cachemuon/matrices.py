@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache import Guard
+from .cache import Candidate, Guard
 from .groups import matrix_shape
 from .polar import peak_of
 from .workspace import Workspace, workspace_bytes
@@ -43,7 +43,7 @@ class Matrix:
     probed: bool = False
     outcome: str = ""
     scale: Tensor | None = None  # of its normalization
-    candidate: Tensor | None = None
+    candidate: Candidate | None = None
 
     @property
     def tall(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer
-from .cache import GATES, CacheGNS, Guard, check_gate, decide, probed
+from .cache import GATES, CacheGNS, Candidate, Guard, check_gate, decide, probed
 from .flops import Executed, Paper, executed_by, price
 from .groups import matrix_shape
 from .matrices import (
@@ -139,7 +139,7 @@ class CacheMuon(MatrixOptimizer):
     """
 
     counters_on_host = True  # the gate decides on the host
-    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "seed", "gate")
+    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "clip", "seed", "gate")
 
     def __init__(
         self,
@@ -157,6 +157,7 @@ class CacheMuon(MatrixOptimizer):
         probe: str = "sketch",
         vectors: int = 8,
         max_age: int | None = None,
+        clip: float = 0.0,
         seed: int = 0,
         gate: str = "sync",
         guard: bool = True,
@@ -178,6 +179,7 @@ class CacheMuon(MatrixOptimizer):
             probe=probe,
             vectors=vectors,
             max_age=max_age,
+            clip=clip,
             seed=seed,
             gate=gate,
             guard=guard,
@@ -190,7 +192,7 @@ class CacheMuon(MatrixOptimizer):
 
         `settings` are those of Muon (momentum, weight_decay, ...); a `gamma` of 0 makes it GramMuon.
         """
-        added = {"probe", "vectors", "max_age", "seed", "gate", "guard"}
+        added = {"probe", "vectors", "max_age", "clip", "seed", "gate", "guard"}
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
         return cls(params, lr=lr, gamma=gamma, probe="exact", guard=False, **settings)
@@ -283,9 +285,10 @@ class CacheMuon(MatrixOptimizer):
     def _measure(self, batch: list[Matrix], U: Tensor, scale: Tensor, blocks: _Blocks) -> Tensor:
         """The residuals of the cached transforms, recorded; exact candidates are kept."""
         Q = stack([_transform(x) for x in batch])
-        residual, C = _cache_of(batch[0].group).measure(U, scale, Q, blocks.of(batch), self._workspace())
-        for x, candidate in zip(batch, () if C is None else C.unbind(0), strict=C is not None):
-            x.candidate = candidate
+        cache = _cache_of(batch[0].group)
+        residual, candidate = cache.measure(U, scale, Q, blocks.of(batch), self._workspace())
+        for i, x in enumerate(batch):
+            x.candidate = candidate[i : i + 1]
         _record(batch, 0, residual)
         return residual
 
@@ -295,11 +298,10 @@ class CacheMuon(MatrixOptimizer):
         """Do what was decided for a batch with one outcome; `finite=None`: all gradients are."""
         group, workspace = batch[0].group, self._workspace()
         cache, lengths = _cache_of(group), step_lengths(batch, scale, finite)
-        if batch[0].outcome == "hit" and batch[0].candidate is not None:
-            D = stack([x.candidate for x in batch if x.candidate is not None]).mul_(lengths)
-        elif batch[0].outcome == "hit":
+        if batch[0].outcome == "hit":
             Q = stack([_transform(x) for x in batch])
-            D = cache.apply(U, scale, Q, workspace, lengths)
+            candidate = Candidate.joined([x.candidate for x in batch if x.candidate is not None])
+            D = cache.apply(U, scale, Q, candidate, workspace, lengths)
         else:
             X = rescale(U, scale, out=_scratch(workspace, U))
             if batch[0].outcome == "guarded":
@@ -352,7 +354,8 @@ class CacheMuon(MatrixOptimizer):
 
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
         solver, (n, m) = group["solver"], _wide_shape(group, param)
-        sketch = {"probe": group["probe"], "vectors": group["vectors"]}
+        rank = _cache_of(group).rank(n)
+        sketch = {"probe": group["probe"], "vectors": group["vectors"], "rank": rank}
         executed = executed_by(solver, n, m, solver.precision(param), **sketch)
         paper = price(_paper(solver, n, m), outcomes)
         if group["gate"] == "lagged":  # solves without a probe
@@ -370,7 +373,7 @@ class _Blocks:
         x = batch[0]
         n, group = x.shape[0], x.group
         dtype = torch.promote_types(x.momentum.dtype, torch.float32)
-        key = (n, group["vectors"], group["seed"], group["step"], x.momentum.device, dtype)
+        key = (n, _cache_of(group).columns(n), group["seed"], group["step"], x.momentum.device, dtype)
         if key not in self._drawn:
             self._drawn[key] = random_block(
                 n, key[1], seed=key[2], step=key[3], device=x.momentum.device, dtype=dtype
@@ -379,11 +382,12 @@ class _Blocks:
 
 
 def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Parts that share one reading: all matrices, unless exact candidates would fill the workspace."""
+    """Parts that share one reading: all matrices, unless what probes leave would fill the workspace."""
     window: list[Matrix] = []
     held = 0
     for x in matrices:
-        size = x.grad.numel() * 4 if x.group["probe"] == "exact" else 0
+        rank = _cache_of(x.group).rank(x.shape[0])
+        size = 4 * (x.grad.numel() if x.group["probe"] == "exact" else 2 * rank * x.shape[0])
         if window and held + size > x.group["max_workspace_bytes"]:
             yield window
             window, held = [], 0
@@ -394,7 +398,7 @@ def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def _cache_of(group: dict[str, Any]) -> CacheGNS:
-    return CacheGNS(group["solver"], group["probe"], group["vectors"])
+    return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"])
 
 
 def _next_age(x: Matrix) -> int:
@@ -408,14 +412,15 @@ def _resting(x: Matrix) -> bool:
 def _guard_of(x: Matrix) -> Guard:
     solver, group = x.group["solver"], x.group
     lagged = group["gate"] == "lagged"
-    return _guard(solver, *x.shape, solver.precision(x.momentum), group["probe"], group["vectors"], lagged)
+    sketch = (group["probe"], group["vectors"], _cache_of(group).rank(x.shape[0]))
+    return _guard(solver, *x.shape, solver.precision(x.momentum), *sketch, lagged)
 
 
 @functools.cache
 def _guard(
-    solver: GramNS, n: int, m: int, dtype: torch.dtype, probe: Any, vectors: int, lagged: bool
+    solver: GramNS, n: int, m: int, dtype: torch.dtype, probe: Any, vectors: int, rank: int, lagged: bool
 ) -> Guard:
-    return Guard.of(executed_by(solver, n, m, dtype, probe=probe, vectors=vectors), lagged=lagged)
+    return Guard.of(executed_by(solver, n, m, dtype, probe=probe, vectors=vectors, rank=rank), lagged=lagged)
 
 
 def _decide(x: Matrix, finite: bool, residual: float) -> None:

@@ -17,6 +17,7 @@ from torch.nn.functional import cosine_similarity
 from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
+from cachemuon.cache import Candidate
 from cachemuon.groups import matrix_shape
 from cachemuon.workspace import Workspace
 from cachemuon_lab.config import RunConfig
@@ -78,7 +79,9 @@ class GateObserver:
                 continue
             Q, age = self._cached.pop(name)
             X = _normalized(state, group, index)
-            candidate = CacheGNS(group["solver"]).apply(X, X.new_ones(1, 1, 1), Q.unsqueeze(0), Workspace())
+            candidate = CacheGNS(group["solver"]).apply(
+                X, X.new_ones(1, 1, 1), Q.unsqueeze(0), Candidate(), Workspace()
+            )
             fresh = group["solver"].solve(X, Workspace())
             measured = {"residual": exact_residual(candidate).item(), "cosine": _cosine(candidate, fresh)}
             lines.append(
@@ -122,9 +125,7 @@ class AgeObserver:
             fresh, transforms[name] = group["solver"].solve_with_transform(X, Workspace())
             for age in self.ages if due else ():
                 if name in kept.get(step - age, {}):
-                    candidate = CacheGNS(group["solver"]).apply(
-                        X, X.new_ones(1, 1, 1), kept[step - age][name], Workspace()
-                    )
+                    candidate = _cached_direction(group, X, kept[step - age][name])
                     lines.append(
                         {"kind": "age", "name": name, "age": age, "cosine": _cosine(candidate, fresh)}
                     )
@@ -132,6 +133,11 @@ class AgeObserver:
         while self._kept[0][0] <= step - max(self.ages):
             self._kept.popleft()
         return lines
+
+
+def _cached_direction(group: dict[str, Any], X: Tensor, Q: Tensor) -> Tensor:
+    """`Q X`, as the paper has it, in the precision of the group's solver."""
+    return CacheGNS(group["solver"]).apply(X, X.new_ones(1, 1, 1), Q, Candidate(), Workspace())
 
 
 def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], int]]:
