@@ -119,11 +119,16 @@ class MatrixOptimizer(Optimizer):
                 self._adam(group, [param for _, param in members])
                 continue
             group["step"] += 1
-            recipe = tuple(group[key] for key in self.RECIPE)
+            recipe, ceiling = tuple(group[key] for key in self.RECIPE), self._ceiling(group)
             for name, param in members:
-                matrices += matrices_of(name, param, group, self._matrix_state(param, group), recipe)
+                state = self._matrix_state(param, group)
+                matrices += matrices_of(name, param, group, state, recipe, ceiling)
         if matrices:
             self._orthogonalize(matrices)
+
+    def _ceiling(self, group: dict[str, Any]) -> int:
+        """The bytes that a batch may take beside the state."""
+        return int(group["max_workspace_bytes"])
 
     def _workspace(self) -> Workspace:
         workspace: Workspace = self.__dict__.setdefault("_memory", Workspace())
@@ -223,10 +228,14 @@ class MatrixOptimizer(Optimizer):
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
         if not isinstance(saved, Tensor):
             return loaded
-        if entry == "counters" and self.counters_on_host:
-            return saved.to("cpu", copy=True)
         if entry in ("counters", "residuals", "transform"):
-            return saved.to(loaded.device, copy=True)
+            columns = {"counters": len(COLUMNS), "residuals": 3}.get(entry, saved.shape[-1])
+            if saved.shape[-1] != columns:
+                raise ValueError(
+                    f"{entry} must have {columns} columns, got {saved.shape[-1]}: of another version"
+                )
+            on_host = entry == "counters" and self.counters_on_host
+            return saved.to("cpu" if on_host else loaded.device, copy=True)
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)
         return _laid_out_as(param, loaded).clone()

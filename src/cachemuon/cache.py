@@ -55,9 +55,9 @@ class Guard:
     A matrix has a balance, in thousandths of its cheapest fresh solve. A hit earns what it saves of that
     solve, a miss pays what it costs beyond it, so the balance falls while the hit rate is below
     break-even. At a debt of one solve the cache rests: the matrix is solved by the cheapest solver, and
-    tried again after 32 steps, then 64, up to 1024, each time for half a solve; after a try that paid,
-    all is as in the beginning. T steps thus cost at most about (1 + log2(T / 32) / 2) solves more than
-    fresh ones, and a later miss is paid from what was saved.
+    tried again after 32 steps, then 64, up to 1024, each time for half a solve; after a try that saved a
+    whole solve all is as in the beginning. Without such a try T steps cost about (1 + log2(T / 32) / 2)
+    solves more than fresh ones.
 
     >>> guard = Guard.of(Executed(768, 768, restarts=1))
     >>> guard.gains["hit"] > 900, guard.gains["residual"] < -250
@@ -88,6 +88,8 @@ class Guard:
         thin = cost.recheck if lagged else cost.recheck + (cost.probing if cost.probe == "sketch" else 0)
         miss = max(gain((cost.cold if lagged else cost.miss) + (cls.THIN - 1) * thin), -cls.LARGEST_FEE)
         cold = gain(cost.cold)
+        if lagged:  # it was preceded by a hit that should not have been one, and gives back what that earned
+            miss -= gain(cost.hit)
         return cls({"hit": gain(cost.hit), "residual": miss, "cold": cold, "stale": cold})
 
     def resting(self, wait: int) -> bool:
@@ -101,7 +103,7 @@ class Guard:
         if outcome == "non-finite":
             return balance, wait, interval
         balance = min(balance + self.gains[outcome], self.CAP)
-        if balance > 0:
+        if balance >= self.DEBT:
             interval = 0
         if balance > (-self.DEBT if interval == 0 else -self.DEBT // 2):
             return balance, 0, interval
@@ -120,6 +122,11 @@ class Candidate:
     left: Tensor | None = None
     right: Tensor | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is left."""
+        return self.formed is None and self.left is None
+
     def __getitem__(self, rows: list[int] | slice) -> Candidate:
         """That of some matrices of the batch."""
         parts = (self.formed, self.left, self.right)
@@ -128,8 +135,8 @@ class Candidate:
     @staticmethod
     def joined(candidates: Sequence[Candidate]) -> Candidate:
         """Those of several batches as one."""
-        if len(candidates) == 1:
-            return candidates[0]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else Candidate()
         columns = zip(*((one.formed, one.left, one.right) for one in candidates), strict=True)
         return Candidate(*(None if parts[0] is None else torch.cat(parts) for parts in columns))
 
@@ -294,7 +301,7 @@ class CacheGNS:
         In full precision the factors go into the small Q, and X is never formed.
         """
         if candidate.formed is not None:
-            return candidate.formed if gain is None else candidate.formed * gain
+            return candidate.formed if gain is None else candidate.formed.mul_(gain)
         gain = torch.ones_like(scale) if gain is None else gain
         dtype = self.fresh.precision(scale)
         direction = workspace.like("direction", U, dtype)

@@ -37,6 +37,7 @@ class Matrix:
     group: dict[str, Any]
     state: dict[str, Any]
     kind: Hashable  # of one kind are matrices that can be worked on together
+    ceiling: int  # bytes of workspace
     index: int = 0  # in the stack
     counters: list[int] = field(default_factory=list)
     guard: Guard | None = None
@@ -58,11 +59,11 @@ class Matrix:
 
 
 def matrices_of(
-    name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any], recipe: Hashable
+    name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any], recipe: Hashable, ceiling: int
 ) -> list[Matrix]:
     """The matrices of a parameter that has a gradient; its momentum buffer is made on first sight.
 
-    `recipe` are the settings that matrices must share to be worked on together.
+    `recipe` are the settings that matrices must share to be worked on together, in `ceiling` bytes.
     """
     assert param.grad is not None
     count, rows, cols = _matrix_shape(param.shape, group["view"])
@@ -74,26 +75,26 @@ def matrices_of(
     kind = (rows, cols, param.dtype, param.device, recipe)
     if count == 1:
         grad, momentum = grad.reshape(rows, cols), momentum.view(rows, cols)
-        return [Matrix(name, param, grad, momentum, group, state, kind)]
+        return [Matrix(name, param, grad, momentum, group, state, kind, ceiling)]
     slices = [param]
     for _ in range(param.ndim - 2):  # not one view: a 4-D stack may be in channels_last
         slices = [part for whole in slices for part in whole.unbind(0)]
     grads, momenta = grad.reshape(count, rows, cols), momentum.view(count, rows, cols)
     parts = zip(slices, grads.unbind(0), momenta.unbind(0), strict=True)
-    return [Matrix(f"{name}[{i}]", p, g, m, group, state, kind, i) for i, (p, g, m) in enumerate(parts)]
+    return [
+        Matrix(f"{name}[{i}]", p, g, m, group, state, kind, ceiling, i) for i, (p, g, m) in enumerate(parts)
+    ]
 
 
 def batches(
     matrices: Iterable[Matrix], key: Callable[[Matrix], Hashable] = lambda x: None
 ) -> Iterator[list[Matrix]]:
-    """Matrices of one kind and key, as many at a time as their group's `max_workspace_bytes` hold,
-    and at least one.
-    """
+    """Matrices of one kind and key, as many at a time as their ceiling allows, and at least one."""
     alike: dict[Hashable, list[Matrix]] = {}
     for x in matrices:
         alike.setdefault((x.kind, key(x)), []).append(x)
     for members in alike.values():
-        ceiling = min(x.group["max_workspace_bytes"] for x in members)
+        ceiling = min(x.ceiling for x in members)
         size = max(1, ceiling // workspace_bytes(*members[0].shape, _itemsize(members[0])))
         for start in range(0, len(members), size):
             yield members[start : start + size]
@@ -101,6 +102,12 @@ def batches(
 
 def _itemsize(x: Matrix) -> int:
     return torch.promote_types(x.momentum.dtype, torch.float32).itemsize
+
+
+def prepare(batch: list[Matrix], workspace: Workspace) -> None:
+    """Make room for a batch."""
+    ceiling = min(x.ceiling for x in batch)
+    workspace.prepare(len(batch), *batch[0].shape, _itemsize(batch[0]), ceiling)
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -125,8 +132,7 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
 
     The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum.
     """
-    ceiling = batch[0].group["max_workspace_bytes"]
-    workspace.prepare(len(batch), *batch[0].shape, _itemsize(batch[0]), ceiling)
+    prepare(batch, workspace)
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
     updated = torch.lerp(M, G, 1 - batch[0].group["momentum"], out=workspace.like("scratch", M))
     peak = peak_of(updated)
@@ -135,23 +141,25 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
     if len(batch) > 1:
         torch._foreach_copy_([x.momentum for x in batch], list(M.unbind(0)))
     if batch[0].group["nesterov"]:
-        return Update(update_of(batch, M, finite), finite.flatten(), None)
+        G = torch.where(finite, G, M, out=updated)  # a bad gradient leaves M as it is
+        return Update(_ahead(batch, G, M, workspace), finite.flatten(), None)
     # The direction of a matrix that stays where it is only has to be finite, whatever its scale.
     return Update(_wide(batch, M), finite.flatten(), torch.where(finite, peak, 1))
 
 
-def update_of(batch: list[Matrix], M: Tensor | None = None, finite: Tensor | None = None) -> Tensor:
-    """What is orthogonalized, wide `(B, n, m)`: M, or with Nesterov `momentum M + (1 - momentum) G`.
+def update_of(batch: list[Matrix], workspace: Workspace) -> Tensor:
+    """The same `U` again, when every gradient is known to be finite."""
+    prepare(batch, workspace)
+    M = stack([x.momentum for x in batch])
+    if not batch[0].group["nesterov"]:
+        return _wide(batch, M)
+    return _ahead(batch, stack([x.grad for x in batch]), M, workspace)
 
-    `M` are the momenta, if they are stacked already; `finite=None` promises that every gradient is.
-    """
-    U = stack([x.momentum for x in batch]) if M is None else M
-    if batch[0].group["nesterov"]:
-        G = stack([x.grad for x in batch])
-        if finite is not None:
-            G = torch.where(finite, G, U)
-        U = torch.lerp(G, U, batch[0].group["momentum"])
-    return _wide(batch, U)
+
+def _ahead(batch: list[Matrix], G: Tensor, M: Tensor, workspace: Workspace) -> Tensor:
+    """Nesterov's `momentum M + (1 - momentum) G`, wide; written over M where that is a copy."""
+    out = M if len(batch) > 1 else workspace.like("update", M)
+    return _wide(batch, torch.lerp(G, M, batch[0].group["momentum"], out=out))
 
 
 def _wide(batch: list[Matrix], tensor: Tensor) -> Tensor:

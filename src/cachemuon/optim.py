@@ -231,6 +231,10 @@ class CacheMuon(MatrixOptimizer):
         if lagged:
             self._send(lagged, {id(x): row for x, row in zip(matrices, rows, strict=True)})
 
+    def _ceiling(self, group: dict[str, Any]) -> int:
+        # Half is for what waits for the gate.
+        return super()._ceiling(group) // (2 if _leaves(group) else 1)
+
     def _probe(self, window: list[Matrix], blocks: _Blocks) -> tuple[list[Matrix], Tensor]:
         """Accumulate momentum, measure residuals. Returns `(2, N)` on the device: finite, residual."""
         order, finite_parts, residual_parts = [], [], []
@@ -260,7 +264,10 @@ class CacheMuon(MatrixOptimizer):
         """Apply the accepted transforms, solve the rest, and take the step."""
         for batch in batches((x for x in window if x.outcome != "non-finite"), key=_remedy):
             self._take_step(
-                batch, update_of(batch), stack([x.scale for x in batch if x.scale is not None]), blocks
+                batch,
+                update_of(batch, self._workspace()),
+                stack([x.scale for x in batch if x.scale is not None]),
+                blocks,
             )
 
     def _step_lagged(self, matrices: list[Matrix], blocks: _Blocks) -> None:
@@ -270,9 +277,10 @@ class CacheMuon(MatrixOptimizer):
             _decide(x, True, ledger.rows(x.state["residuals"])[x.index][0])
         for batch in batches(matrices, key=_remedy):
             finite, U, scale = self._update(batch)
+            shorter = None
             if batch[0].outcome == "hit":
-                self._measure(batch, U, scale, blocks)
-            self._take_step(batch, U, scale, blocks, finite)
+                shorter = _shortening(batch, self._measure(batch, U, scale, blocks))
+            self._take_step(batch, U, scale, blocks, finite, shorter)
             _record(batch, 2, finite.to(scale.dtype))
 
     def _update(self, batch: list[Matrix]) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,16 +296,24 @@ class CacheMuon(MatrixOptimizer):
         cache = _cache_of(batch[0].group)
         residual, candidate = cache.measure(U, scale, Q, blocks.of(batch), self._workspace())
         for i, x in enumerate(batch):
-            x.candidate = candidate[i : i + 1]
+            x.candidate = None if candidate.empty else candidate[i : i + 1]
         _record(batch, 0, residual)
         return residual
 
     def _take_step(
-        self, batch: list[Matrix], U: Tensor, scale: Tensor, blocks: _Blocks, finite: Tensor | None = None
+        self,
+        batch: list[Matrix],
+        U: Tensor,
+        scale: Tensor,
+        blocks: _Blocks,
+        finite: Tensor | None = None,
+        shorter: Tensor | None = None,
     ) -> None:
         """Do what was decided for a batch with one outcome; `finite=None`: all gradients are."""
         group, workspace = batch[0].group, self._workspace()
         cache, lengths = _cache_of(group), step_lengths(batch, scale, finite)
+        if shorter is not None:
+            lengths = lengths * shorter
         if batch[0].outcome == "hit":
             Q = stack([_transform(x) for x in batch])
             candidate = Candidate.joined([x.candidate for x in batch if x.candidate is not None])
@@ -381,6 +397,11 @@ class _Blocks:
         return self._drawn[key]
 
 
+def _leaves(group: dict[str, Any]) -> bool:
+    """Whether its probes leave something large that waits for the gate."""
+    return bool(group["gate"] == "sync" and (group["probe"] == "exact" or group["clip"] > 0))
+
+
 def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     """Parts that share one reading: all matrices, unless what probes leave would fill the workspace."""
     window: list[Matrix] = []
@@ -388,7 +409,7 @@ def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     for x in matrices:
         rank = _cache_of(x.group).rank(x.shape[0])
         size = 4 * (x.grad.numel() if x.group["probe"] == "exact" else 2 * rank * x.shape[0])
-        if window and held + size > x.group["max_workspace_bytes"]:
+        if window and held + size > x.ceiling:
             yield window
             window, held = [], 0
         window.append(x)
@@ -436,6 +457,16 @@ def _decide(x: Matrix, finite: bool, residual: float) -> None:
     x.counters = count(x.counters, x.outcome)
     if x.guard is not None:
         x.counters[GUARD] = x.guard.after(x.outcome, *x.counters[GUARD])
+
+
+def _shortening(batch: list[Matrix], residual: Tensor) -> Tensor:
+    """A lagged gate has accepted what it had not measured. Where it would have refused, the direction is
+    shortened to singular values of at most 1: none is above `sqrt(1 + |C C^T - I|_F)`.
+    """
+    n = batch[0].shape[0]
+    gammas = torch.tensor([x.group["gamma"] for x in batch], dtype=residual.dtype, device=residual.device)
+    bound = torch.rsqrt(1 + residual * math.sqrt(n)).nan_to_num(0)
+    return torch.where(residual <= gammas, 1, bound).view(-1, 1, 1)
 
 
 def _remedy(x: Matrix) -> str:

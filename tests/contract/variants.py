@@ -28,7 +28,8 @@ VARIANTS = {
     "cache-nesterov": partial(CacheMuon, nesterov=True, guard=False),
     "cache-original": partial(CacheMuon, adjust_lr_fn="original", gamma=2.0),
     "cache-unguarded": partial(CacheMuon, guard=False),
-    "cache-lagged": partial(CacheMuon, gate="lagged"),
+    "cache-lagged": partial(CacheMuon, gate="lagged", guard=False),
+    "cache-clip": partial(CacheMuon, clip=0.2, max_age=6, guard=False),
     "cache-lagged-exact": partial(CacheMuon, gate="lagged", probe="exact", max_age=6, guard=False),
 }
 

@@ -61,6 +61,8 @@ def test_decisions_and_weights_are_those_of_a_plain_simulation(probe, max_age):
         if Q is not None and not stale and known <= gamma:
             outcome, D = "hit", Q @ X
             known = float(exact_residual(D) if probe == "exact" else sketched_residual(z, Q, X))
+            if known > gamma:  # too late to refuse it: no singular value of a C is above this bound
+                D = D / math.sqrt(1 + known * math.sqrt(X.shape[1]))
         else:
             outcome = "cold" if Q is None else "stale" if stale else "residual"
             D, Q = GramNS().solve_with_transform(X, Workspace())
@@ -91,7 +93,6 @@ def test_after_a_sudden_change_the_transform_is_used_once_more_and_then_replaced
     assert outcomes["lagged"] == ["hit", "residual", "hit", "hit"]
 
 
-@pytest.mark.xfail(strict=True, reason="nothing bounds the one use of a transform that has gone bad")
 @pytest.mark.parametrize("first", ["zero", "rank one", "another basis"])
 def test_the_one_bad_use_is_no_longer_than_a_step(first):
     # The transform of a small singular value enlarges 800 times; so does the step, if that turns large.

@@ -141,7 +141,6 @@ class Live(TorchDispatchMode):
         return result
 
 
-over = pytest.mark.xfail(strict=True, reason="takes more than max_workspace_bytes")
 MAKES = {
     "gram": partial(Muon, solver=GramNS()),
     "standard": partial(Muon, solver=StandardNS()),
@@ -155,13 +154,12 @@ MAKES = {
     "exact-misses": partial(CacheMuon.paper, gamma=0.0),
     "nesterov": partial(Muon, nesterov=True),
     "sketch-nesterov": partial(CacheMuon, nesterov=True, guard=False),
+    "clip": partial(CacheMuon, clip=1 / 8, guard=False),
+    "clip-lagged": partial(CacheMuon, clip=1 / 8, gate="lagged", guard=False),
 }
-OVER = {"exact": over, "exact-misses": over, "nesterov": over, "sketch-nesterov": over}
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(make, id=name, marks=OVER.get(name, ())) for name, make in MAKES.items()]
-)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_step_takes_at_most_its_ceiling(make):
     shapes = [(96, 160), (160, 96)] * 6
     ceiling = 3 * workspace_bytes(96, 160)
@@ -178,22 +176,10 @@ def test_a_step_takes_at_most_its_ceiling(make):
             optimizer.step()
         peaks.append(live.peak / ceiling)
     assert max(peaks) <= 1
-    assert max(peaks) > 0.5  # what is measured is there
+    assert max(peaks) > 0.25  # what is measured is there
 
 
-unprepared = pytest.mark.xfail(strict=True, reason="a sync gate's second pass lets go of nothing")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gram",
-        "standard",
-        pytest.param("sketch-misses", marks=unprepared),
-        pytest.param("guarded", marks=unprepared),
-        "lagged-misses",
-    ],
-)
+@pytest.mark.parametrize("name", ["gram", "standard", "sketch-misses", "guarded", "lagged-misses", "clip"])
 def test_many_shapes_together_take_no_more_than_the_ceiling(name):
     # A thin matrix needs the rectangles, a square one the squares: kept for both, they would pass it.
     shapes = [(8, 2048), (82, 82), (2048, 8), (16, 64), (48, 56), (3, 16, 20), (8, 128)]

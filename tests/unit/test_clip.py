@@ -1,0 +1,124 @@
+"""Clipping: what a cached transform over-amplifies is replaced by its own polar factor."""
+
+import pytest
+import torch
+from recording import recorded_gradients
+from torch.utils.flop_counter import FlopCounterMode
+
+from cachemuon import CacheGNS, CacheMuon, exact_residual, normalize
+from cachemuon.flops import executed_by
+from cachemuon.probe import paired_residual, random_block
+
+
+def spoiled(n=64, m=160, new=3, size=0.3):
+    """A transform, and a matrix with a few directions that it was not made for."""
+    g = torch.Generator().manual_seed(0)
+    M = torch.randn(n, m, generator=g, dtype=torch.float64) * torch.logspace(0, -3, n).unsqueeze(1)
+    _, Q, _ = CacheGNS()(M, None, 5.0)
+    wild = torch.randn(n, new, generator=g, dtype=torch.float64)
+    return Q, M + size * wild @ torch.randn(new, m, generator=g, dtype=torch.float64) / n
+
+
+def direction_by_hand(Q, M, clip, vectors, step):
+    """The formulas, with an SVD for the polar factor."""
+    X = normalize(M)
+    n = len(X)
+    rank = -int(-clip * n // 1)
+    Y0 = random_block(n, vectors + rank, seed=0, step=step, dtype=X.dtype)[:, vectors:]
+    C = Q @ X
+    Y = torch.linalg.qr(C @ C.mT @ Y0).Q
+    U, _, Vh = torch.linalg.svd(Y.mT @ C, full_matrices=False)
+    return C + Y @ (U @ Vh - Y.mT @ C)
+
+
+def test_the_direction_is_that_of_the_formula():
+    Q, M = spoiled()
+    D, kept, event = CacheGNS(clip=1 / 8)(M, Q, 1e9, step=4)
+    expected = direction_by_hand(Q, M, 1 / 8, 8, 4)
+    assert event.hit and kept.data_ptr() == Q.data_ptr()  # the repair is never kept
+    # The small solve is five steps of a polynomial, not an SVD: its singular values are 1 within 0.2.
+    assert torch.linalg.matrix_norm(D - expected, 2) < 0.2
+
+
+def test_the_residual_falls_and_is_that_of_the_repaired_direction():
+    Q, M = spoiled()
+    raw, _, _ = CacheGNS()(M, Q, 1e9)
+    D, _, event = CacheGNS(clip=1 / 8, vectors=32)(M, Q, 1e9)
+    assert exact_residual(raw) > 10 and exact_residual(D) < 1.5
+    assert torch.linalg.matrix_norm(raw, 2) > 5 and torch.linalg.matrix_norm(D, 2) < 2
+    # 496 pairs of vectors: about 5% standard deviation where no direction dominates.
+    assert event.residual == pytest.approx(float(exact_residual(D)), rel=0.2)
+
+
+def test_the_paired_estimate_is_unbiased():
+    g = torch.Generator().manual_seed(1)
+    C = torch.randn(24, 60, generator=g, dtype=torch.float64) / 6
+    squares = []
+    for step in range(400):
+        z = random_block(24, 8, seed=0, step=step, dtype=torch.float64)
+        squares.append(float(paired_residual(z, z.mT @ C)) ** 2)
+    mean = sum(squares) / len(squares)
+    assert mean == pytest.approx(float(exact_residual(C)) ** 2, rel=0.06)  # standard error 1.5%
+
+
+def test_a_batch_is_clipped_matrix_by_matrix():
+    Q, M = spoiled()
+    solver = CacheGNS(clip=1 / 8)
+    both, _, events = solver(torch.stack([M, 2 * M]), torch.stack([Q, Q]), 1e9, step=2)
+    alone, _, event = solver(M, Q, 1e9, step=2)
+    torch.testing.assert_close(both[0], alone)
+    torch.testing.assert_close(both[1], alone)
+    assert events[0].residual == pytest.approx(event.residual, rel=1e-6)
+
+
+@pytest.mark.parametrize("n, m", [(24, 24), (24, 60), (260, 600)])
+def test_it_costs_what_flops_says(n, m):
+    g = torch.Generator().manual_seed(0)
+    M, other = torch.randn(n, m, generator=g), torch.randn(n, m, generator=g)
+    solver = CacheGNS(clip=1 / 8)
+    cost = executed_by(solver.fresh, n, m, rank=solver.rank(n))
+    Q = solver(M, None, 1.0)[1]
+    for outcome, call in {
+        "cold": lambda: solver(M, None, 1.0),
+        "hit": lambda: solver(M, Q, 1e9),
+        "residual": lambda: solver(other, Q, 0.0),
+    }.items():
+        with FlopCounterMode(display=False) as counter:
+            event = call()[2]
+        assert event.outcome == outcome
+        assert counter.get_total_flops() == cost.price_of(outcome)
+
+
+@pytest.mark.parametrize("gate", ["sync", "lagged"])
+def test_the_optimizer_hits_more_often_and_counts_right(gate):
+    def hits(clip):
+        weights = {
+            name: torch.nn.Parameter(start.clone()) for name, (start, _) in recorded_gradients().items()
+        }
+        optimizer = CacheMuon(weights.items(), clip=clip, momentum=0.9, gamma=2.0, guard=False, gate=gate)
+        with FlopCounterMode(display=False) as counter:
+            for step in range(40):
+                for name, weight in weights.items():
+                    weight.grad = recorded_gradients()[name][1][step]
+                optimizer.step()
+        stats = optimizer.cache_stats()
+        assert stats["flops"] == counter.get_total_flops()
+        return stats["hit_rate"]
+
+    assert hits(0.25) > hits(0.0) + 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(clip=-0.1), "clip must be a fraction of the rows, from 0 to 1, got -0.1"),
+        (dict(clip=2), "clip must be a fraction .* got 2"),
+        (dict(clip=0.1, probe="exact"), "clip needs probe='sketch' .* got probe='exact'"),
+        (dict(clip=0.1, vectors=1), "clip needs .* at least two vectors, got probe='sketch', vectors=1"),
+    ],
+)
+def test_bad_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        CacheGNS(**settings)
+    with pytest.raises(ValueError, match=words):
+        CacheMuon([torch.nn.Parameter(torch.eye(2))], **settings)
