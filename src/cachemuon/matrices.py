@@ -36,7 +36,7 @@ class Matrix:
     momentum: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
-    kind: Hashable  # of one kind are matrices that can be worked on together
+    kind: tuple[Any, ...]  # of one kind are matrices that can be worked on together
     ceiling: int  # bytes of workspace
     index: int = 0  # in the stack
     counters: list[int] = field(default_factory=list)

@@ -215,9 +215,13 @@ class CacheMuon(MatrixOptimizer):
         states = list({id(x.state): x.state for x in matrices}.values())
         counters = [state["counters"] for state in states]
         rows = [row for tensor in counters for row in self._ledger("counters").rows(tensor)]
+        guards: dict[Any, Guard | None] = {}  # one for each kind of matrix
         for x, row in zip(matrices, rows, strict=True):
             x.counters = row
-            x.guard = _guard_of(x) if x.group["guard"] else None
+            key = (x.kind[:2], id(x.group))
+            if key not in guards:
+                guards[key] = _guard_of(x) if x.group["guard"] else None
+            x.guard = guards[key]
             x.probed = not _resting(x) and probed(_next_age(x), x.group["max_age"])
         blocks = _Blocks()
         lagged = [x for x in matrices if x.group["gate"] == "lagged"]
@@ -402,13 +406,19 @@ def _leaves(group: dict[str, Any]) -> bool:
     return bool(group["gate"] == "sync" and (group["probe"] == "exact" or group["clip"] > 0))
 
 
+def _left_bytes(x: Matrix) -> int:
+    if x.group["probe"] == "exact":
+        return x.grad.numel() * 4
+    n = x.shape[0]
+    return 2 * _cache_of(x.group).rank(n) * n * 4
+
+
 def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     """Parts that share one reading: all matrices, unless what probes leave would fill the workspace."""
     window: list[Matrix] = []
     held = 0
     for x in matrices:
-        rank = _cache_of(x.group).rank(x.shape[0])
-        size = 4 * (x.grad.numel() if x.group["probe"] == "exact" else 2 * rank * x.shape[0])
+        size = _left_bytes(x) if _leaves(x.group) else 0
         if window and held + size > x.ceiling:
             yield window
             window, held = [], 0

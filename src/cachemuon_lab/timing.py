@@ -90,11 +90,13 @@ def spread(values: Sequence[float]) -> list[float]:
 def ratios(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, list[float]]:
     """Every contender's time as a ratio to the base's of the same round: median and quartiles.
 
+    A contender may have left early.
+
     >>> ratios({"a": [1.0, 2.0], "b": [2.0, 4.0]}, "a")["b"]
     [2.0, 2.0, 2.0]
     """
     return {
-        name: spread([one / other for one, other in zip(times, seconds[base], strict=True)])
+        name: spread([one / other for one, other in zip(times, seconds[base], strict=False)])
         for name, times in seconds.items()
     }
 
