@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +115,10 @@ def test_peak_memory_is_what_a_step_allocates():
 
     drive = Drive(lambda params: Allocating(params, lr=0.1), [[torch.zeros(2, 2)]])
     assert 4 <= drive.peak_bytes() / 2**20 < 4.2
+
+
+def test_the_page_has_the_tables_of_its_results():
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "performance.md").read_text()
+    assert renewed(page, json.loads((docs / "performance.json").read_text())) == page
+    assert page.count("<!-- table ") == 7
