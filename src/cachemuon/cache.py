@@ -75,7 +75,7 @@ class Guard:
     DEBT = 1000
     CAP = 4000  # savings that a cache may live on when it no longer hits
     INTERVALS = (32, 1024)
-    THIN = 6  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md),
+    THIN = 8  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md),
     LARGEST_FEE = 300  # but for a small matrix it is not FLOPs that take the time
 
     @classmethod
