@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .flops import Executed
-from .polar import GramNS, full_precision, normalizer, rescale, restore, wide_batch
+from .polar import GramNS, computed_in, full_precision, normalizer, rescale, restore, wide_batch
 from .probe import exact_residual, paired_residual, random_block, sketched_residual
 from .stats import NO_AGE, REFRESHES, Event
 from .workspace import Workspace
@@ -219,16 +219,17 @@ class CacheGNS:
     ) -> tuple[Tensor, Tensor | None, Event | tuple[Event, ...]]:
         U, workspace = wide_batch(M), Workspace()
         B, n = U.shape[:2]
-        scale = normalizer(U, self.fresh.eps, out=workspace.like("direction", U, _computed_in(U)))
+        scale = normalizer(U, self.fresh.eps, out=workspace.like("direction", U, computed_in(U.dtype)))
         z = random_block(n, self.columns(n), seed=seed, step=step, device=U.device, dtype=scale.dtype)
         next_age = NO_AGE if transform is None else age + 1
         Q = None if transform is None else transform.reshape(B, n, n)
         residual, candidate = torch.full_like(scale.flatten(), math.nan), Candidate()
         if Q is not None and probed(next_age, max_age):
             residual, candidate = self.measure(U, scale, Q, z, workspace)
+        scales, residuals = torch.stack((scale.flatten(), residual)).tolist()
         outcomes = [
             decide(finite=math.isfinite(s), age=next_age, residual=err, gamma=gamma, max_age=max_age)
-            for s, err in torch.stack((scale.flatten(), residual), dim=1).tolist()
+            for s, err in zip(scales, residuals, strict=True)
         ]
         hits = [i for i, outcome in enumerate(outcomes) if outcome == "hit"]
         solves = [i for i, outcome in enumerate(outcomes) if outcome in REFRESHES]
@@ -239,7 +240,10 @@ class CacheGNS:
             direction = self.apply(U, scale, Q, candidate, workspace)
         else:
             direction = torch.zeros_like(U, dtype=scale.dtype)
-            Q = None if Q is None and not solves else direction.new_zeros(B, n, n) if Q is None else Q.clone()
+            if Q is not None:
+                Q = Q.clone()
+            elif solves:
+                Q = direction.new_zeros(B, n, n)
             if hits and Q is not None:
                 direction[hits] = self.apply(U[hits], scale[hits], Q[hits], candidate[hits], workspace)
             if solves and Q is not None:
@@ -247,7 +251,7 @@ class CacheGNS:
                 direction[solves], Q[solves], refreshed[solves] = self.refresh(X, z, workspace)
         events = tuple(
             Event(outcome, err, fresh_err, 0 if outcome in REFRESHES else max(next_age, 0))
-            for outcome, err, fresh_err in zip(outcomes, residual.tolist(), refreshed.tolist(), strict=True)
+            for outcome, err, fresh_err in zip(outcomes, residuals, refreshed.tolist(), strict=True)
         )
         kept = None if Q is None else Q.reshape(*M.shape[:-2], n, n)
         return restore(direction, M), kept, events if M.ndim > 2 else events[0]
@@ -326,10 +330,6 @@ def _repaired(Q: Tensor, candidate: Candidate, factor: Tensor) -> Tensor:
     if candidate.left is None or candidate.right is None:
         return Q
     return torch.baddbmm(Q, candidate.left, candidate.right * factor, out=Q)
-
-
-def _computed_in(U: Tensor) -> torch.dtype:
-    return torch.promote_types(U.dtype, torch.float32)
 
 
 def _scaled(Q: Tensor, factor: Tensor, workspace: Workspace) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cache import Candidate, Guard
 from .groups import matrix_shape
-from .polar import peak_of
+from .polar import computed_in, peak_of
 from .workspace import Workspace, workspace_bytes
 
 
@@ -101,7 +101,7 @@ def batches(
 
 
 def _itemsize(x: Matrix) -> int:
-    return torch.promote_types(x.momentum.dtype, torch.float32).itemsize
+    return computed_in(x.momentum.dtype).itemsize
 
 
 def prepare(batch: list[Matrix], workspace: Workspace) -> None:
@@ -168,7 +168,7 @@ def _wide(batch: list[Matrix], tensor: Tensor) -> Tensor:
 
 def step_lengths(batch: list[Matrix], like: Tensor, finite: Tensor | None = None) -> Tensor:
     """`-lr ratio` for each matrix, `(B, 1, 1)` in the dtype of `like`; 0 where a gradient was not finite."""
-    return _factors(batch, [-x.group["lr"] * _ratio_of(x) for x in batch], like, finite).view(-1, 1, 1)
+    return _factors([-x.group["lr"] * _ratio_of(x) for x in batch], like, finite).view(-1, 1, 1)
 
 
 def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) -> None:
@@ -179,7 +179,7 @@ def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) ->
     params = [x.param for x in batch]
     decays = [-x.group["lr"] * x.group["weight_decay"] for x in batch]
     if any(isinstance(decay, Tensor) or decay for decay in decays):
-        factors = list(_factors(batch, decays, steps, finite).unbind(0))
+        factors = list(_factors(decays, steps, finite).unbind(0))
         torch._foreach_addcmul_(params, params, factors)
     own = list(_wide(batch, steps).unbind(0))
     if any(param.ndim > 2 for param in params):
@@ -187,7 +187,7 @@ def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) ->
     torch._foreach_add_(params, own)
 
 
-def _factors(batch: list[Matrix], values: list[Any], like: Tensor, finite: Tensor | None) -> Tensor:
+def _factors(values: list[Any], like: Tensor, finite: Tensor | None) -> Tensor:
     if any(isinstance(value, Tensor) for value in values):
         scalars = [torch.as_tensor(v, dtype=like.dtype, device=like.device).reshape(()) for v in values]
         factors = torch.stack(scalars)

@@ -25,7 +25,7 @@ from .matrices import (
     step_lengths,
     update_of,
 )
-from .polar import AutoNS, GramNS, Solver, StandardNS, cheaper, normalize, normalizer, rescale
+from .polar import AutoNS, GramNS, Solver, StandardNS, cheaper, computed_in, normalize, normalizer, rescale
 from .probe import random_block
 from .schedules import QUINTIC, Schedule
 from .stats import AGE, COLUMNS, GUARD, NO_AGE, OUTCOMES, REFRESHES, WAIT, Ledger, Readback, count
@@ -392,7 +392,7 @@ class _Blocks:
     def of(self, batch: list[Matrix]) -> Tensor:
         x = batch[0]
         n, group = x.shape[0], x.group
-        dtype = torch.promote_types(x.momentum.dtype, torch.float32)
+        dtype = computed_in(x.momentum.dtype)
         key = (n, _cache_of(group).columns(n), group["seed"], group["step"], x.momentum.device, dtype)
         if key not in self._drawn:
             self._drawn[key] = random_block(
@@ -488,7 +488,7 @@ def _transform(x: Matrix) -> Tensor:
     n = x.shape[0]
     if "transform" not in x.state:
         number = len(x.state["counters"])
-        dtype = torch.promote_types(x.momentum.dtype, torch.float32)
+        dtype = computed_in(x.momentum.dtype)
         shape = (n, n) if number == 1 else (number, n, n)
         x.state["transform"] = x.momentum.new_zeros(shape, dtype=dtype)
     transform: Tensor = x.state["transform"]
@@ -515,7 +515,7 @@ def _record(batch: list[Matrix], column: int, values: Tensor) -> None:
 
 
 def _scratch(workspace: Workspace, U: Tensor) -> Tensor:
-    return workspace.like("scratch", U, torch.promote_types(U.dtype, torch.float32))
+    return workspace.like("scratch", U, computed_in(U.dtype))
 
 
 def _count_on_device(batch: list[Matrix], finite: Tensor) -> None:

@@ -39,11 +39,16 @@ def normalizer(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Ten
 
     `out`, like M in float32 or float64, is memory to work in; `peak` is `peak_of(M)`, if it is known.
     """
-    M = M.to(torch.promote_types(M.dtype, torch.float32))
+    M = M.to(computed_in(M.dtype))
     peak = (peak_of(M) if peak is None else peak.to(M.dtype)).clamp(min=torch.finfo(M.dtype).tiny)
     # The largest entry of M / peak is 1, so its norm is below 1 only for the zero matrix.
     norm: Tensor = torch.linalg.vector_norm(torch.mul(M, 1 / peak, out=out), dim=(-2, -1), keepdim=True)
     return 1 / peak / (norm + eps / peak).clamp_(min=1)
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of norms, transforms and residuals of matrices in `dtype`: float32, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def peak_of(M: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ def wide_batch(M: Tensor) -> Tensor:
 def widen(M: Tensor, eps: float = EPS) -> Tensor:
     """`wide_batch(M)`, normalized."""
     U = wide_batch(M)
-    X = torch.empty_like(U, dtype=torch.promote_types(U.dtype, torch.float32))  # to work in, and the result
+    X = torch.empty_like(U, dtype=computed_in(U.dtype))  # to work in, and the result
     return normalize(U, eps, out=X)
 
 

@@ -32,10 +32,10 @@ from cachemuon import (
     polar,
 )
 from cachemuon.base import MatrixOptimizer
-from cachemuon.flops import Executed, Shape, gpt2_shapes
+from cachemuon.flops import Shape, gpt2_shapes
 from cachemuon_lab.models.gpt2 import GPT2, GPT2Config
 from cachemuon_lab.peers import installed
-from cachemuon_lab.timing import Drive, machine, race, ratios, seconds_of
+from cachemuon_lab.timing import Drive, machine, race, ratios, seconds_of, turns
 
 Results = dict[str, Any]
 Progress = Callable[[str], None]
@@ -169,10 +169,9 @@ def steps(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
         drives = {name: Drive(make, gradients) for name, (_, make) in makers.items()}
         whole: dict[str, list[float]] = {name: [] for name in drives}
         matrix_part: dict[str, list[float]] = {name: [] for name in drives}
-        order = list(drives)
         for number in range(rounds + 1):
             tell(f"{title}: round {number} of {rounds}")
-            for name in order[number % len(order) :] + order[: number % len(order)]:
+            for name in turns(drives, number):
                 if number > 1 and statistics.fmean(whole[name]) > SLOW * statistics.fmean(whole["GramMuon"]):
                     continue  # one round tells enough
                 drive = drives[name]
@@ -223,9 +222,8 @@ def worst(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
         makers = {"CacheMuon": CacheMuon, "Muon": Muon, "Muon again": Muon}
         params = {name: Parameter(torch.zeros(n, m, device=device)) for name in makers}
         optimizers = {name: make([params[name]], momentum=0.0) for name, make in makers.items()}
-        order = list(makers)
         for step, gradient in enumerate(new_basis(n, m, number, device)):
-            for name in order[step % 3 :] + order[: step % 3]:
+            for name in turns(makers, step):
                 params[name].grad = gradient
                 seconds[name].append(seconds_of(optimizers[name].step, device))
         # In tenths of the run: a sum over all steps, and yet a busy moment spoils only one of them.
@@ -320,8 +318,6 @@ def growth(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
             )
             for name, times in seconds.items():
                 series[axis].setdefault(name, []).append(1e3 * statistics.median(times))
-    products = [Executed(n, 4 * n, restarts=int(n < 512)).gram for n in sizes]
-    series["size"]["GFLOP of GramMuon"] = [count / 1e9 for count in products]
     return series
 
 

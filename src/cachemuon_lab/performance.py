@@ -154,7 +154,7 @@ def _share(part: dict[str, Any]) -> tuple[str, Cells]:
 
 
 def _growth(series: dict[str, list[float]], title: str) -> tuple[str, Cells]:
-    lines = [name for name in series if name not in ("x", "GFLOP of GramMuon")]
+    lines = [name for name in series if name != "x"]
     cells = [[f"{title}, ms", *lines]]
     for number, x in enumerate(series["x"]):
         cells.append([f"{x:g}", *(f"{series[name][number]:.2f}" for name in lines)])
@@ -185,11 +185,7 @@ def _bars(workloads: dict[str, list[dict[str, Any]]]) -> Figure:
     ):
         values = np.array([row["to GramMuon"] for row in rows])
         colours = [
-            RED
-            if row["name"].startswith("Cache")
-            else BLUE
-            if row["hits"] is None and "Muon" in row["name"] and "." not in row["name"]
-            else GREY
+            GREY if row["matrix part to GramMuon"] is None else BLUE if row["hits"] is None else RED
             for row in rows
         ]
         places = np.arange(len(rows))[::-1]
@@ -217,8 +213,8 @@ def _curves(growth: dict[str, Any]) -> Figure:
         "torch.optim.Muon": GREY,
     }
     labels = {"hit": "CacheMuon, every step a hit", "miss": "CacheMuon, every step a miss, no guard"}
-    titles = {"size": ("n, of one n x 4n matrix", "size"), "number": ("number of 64 x 64 matrices", "number")}
-    for axes, (axis, (title, _)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+    titles = {"size": "n, of one n x 4n matrix", "number": "number of 64 x 64 matrices"}
+    for axes, (axis, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         series = growth[axis]
         for name, colour in colours.items():
             if name in series:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -55,15 +55,24 @@ def race(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: str, warm: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of every contender in every round."""
-    names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(-warm, rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in turns(contenders, number):
             took = seconds_of(contenders[name], device)
             if number >= 0:
                 seconds[name].append(took)
     return seconds
+
+
+def turns(names: Iterable[str], number: int) -> list[str]:
+    """The names in the order of that round: each round another one begins.
+
+    >>> turns("abc", 1)
+    ['b', 'c', 'a']
+    """
+    order = list(names)
+    shift = number % len(order)
+    return order[shift:] + order[:shift]
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
