@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cachemuon_lab.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from cachemuon_lab.config import CACHING, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from cachemuon_lab.models import GPT2Config, ResNetConfig
 from cachemuon_lab.record import Record, Run
 
@@ -14,9 +14,9 @@ COSTS = {  # of one call in GFLOPs: by the paper's model, as executed
     ("gram", "fresh"): (100, 90),
     ("stale", "fresh"): (100, 90),
     ("polar", "fresh"): (125, 120),
-    ("cache", "hit"): (25, 20),
-    ("cache", "cold"): (102, 95),
-    ("cache", "residual"): (128, 110),
+    **{(kind, "hit"): (25, 20) for kind in CACHING},
+    **{(kind, "cold"): (102, 95) for kind in CACHING},
+    **{(kind, "residual"): (128, 110) for kind in CACHING},
 }
 CONFIG = RunConfig(
     name="made",
@@ -82,26 +82,26 @@ def write_run(
 
 
 def study(folder):
-    """The paper's comparison in small: both baselines, a frontier of gammas, diagnostics of both kinds."""
+    """The paper's comparison in small: both baselines, frontiers of gammas, diagnostics of both kinds."""
     cached = {2.0: (3, 3.01), 5.0: (5, 3.03), 10.0: (6, 3.06), 15.0: (7, 3.10)}
     for seed in (0, 1):
         extra = 0.01 * seed
         write_run(folder / f"polar-{seed}", OptimizerConfig("polar"), seed=seed, loss=3.002 + extra)
         write_run(folder / f"gram-{seed}", OptimizerConfig("gram"), seed=seed, loss=3.0 + extra)
         for gamma, (hits, loss) in cached.items():
-            optimizer = OptimizerConfig("cache", gamma=gamma)
-            write_run(folder / f"cache-{gamma:g}-{seed}", optimizer, seed=seed, hits=hits, loss=loss + extra)
-    for gamma in (2.0, 5.0):
-        optimizer = OptimizerConfig("cache", gamma=gamma, probe="sketch")
-        write_run(folder / f"sketch-{gamma:g}", optimizer, hits=cached[gamma][0] - 1, loss=cached[gamma][1])
+            optimizer = OptimizerConfig("paper", gamma=gamma)
+            write_run(folder / f"paper-{gamma:g}-{seed}", optimizer, seed=seed, hits=hits, loss=loss + extra)
+    for gamma in (2.0, 10.0):
+        optimizer = OptimizerConfig("cache", gamma=gamma)
+        write_run(folder / f"cache-{gamma:g}", optimizer, hits=cached[gamma][0] - 1, loss=cached[gamma][1])
     write_run(folder / "stale", OptimizerConfig("stale"), hits=4, loss=3.2)
-    write_run(folder / "gate", OptimizerConfig("cache"), hits=5, loss=3.03, diagnostics="gate")
+    write_run(folder / "gate", OptimizerConfig("paper"), hits=5, loss=3.03, diagnostics="gate")
     write_run(folder / "age", OptimizerConfig("gram"), diagnostics="age", diagnose_every=5)
     return [Run.open(path) for path in sorted(folder.iterdir())]
 
 
 def _outcomes(optimizer, step, hits):
-    if optimizer.kind == "cache":
+    if optimizer.kind in CACHING:
         return {"cold": 8} if step == 1 else {"hit": hits, "residual": 8 - hits}
     if optimizer.kind == "stale":
         return {"fresh": 8} if step % 2 else {"hit": 8}

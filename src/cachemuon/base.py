@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from .groups import matrix_shape
 from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
 from .polar import Solver, full_precision
-from .stats import COLUMNS, Event, new_counters, outcome_counts, summary
+from .stats import COLUMNS, READINGS, Event, new_counters, outcome_counts, summary
 from .workspace import Workspace
 
 ADAM_DEFAULTS: dict[str, Any] = {
@@ -151,7 +151,7 @@ class MatrixOptimizer(Optimizer):
             number = matrix_shape(param.shape, group["view"])[0]
             device = "cpu" if self.counters_on_host else param.device
             state["counters"] = torch.tensor([new_counters()] * number, device=device)
-            state["residuals"] = torch.full((number, 3), math.nan, device=param.device)
+            state["residuals"] = torch.full((number, len(READINGS)), math.nan, device=param.device)
         return state
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -229,7 +229,7 @@ class MatrixOptimizer(Optimizer):
         if not isinstance(saved, Tensor):
             return loaded
         if entry in ("counters", "residuals", "transform"):
-            columns = {"counters": len(COLUMNS), "residuals": 3}.get(entry, saved.shape[-1])
+            columns = {"counters": len(COLUMNS), "residuals": len(READINGS)}.get(entry, saved.shape[-1])
             if saved.shape[-1] != columns:
                 raise ValueError(
                     f"{entry} must have {columns} columns, got {saved.shape[-1]}: of another version"

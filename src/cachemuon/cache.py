@@ -57,7 +57,8 @@ class Guard:
     break-even. At a debt of one solve the cache rests: the matrix is solved by the cheapest solver, and
     tried again after 32 steps, then 64, up to 1024, each time for half a solve; after a try that saved a
     whole solve all is as in the beginning. Without such a try T steps cost about (1 + log2(T / 32) / 2)
-    solves more than fresh ones.
+    solves more than fresh ones. Where not even hits would pay, as those of small matrices that are clipped,
+    it always rests.
 
     >>> guard = Guard.of(Executed(768, 768, restarts=1))
     >>> guard.gains["hit"] > 900, guard.gains["residual"] < -250
@@ -77,6 +78,7 @@ class Guard:
     INTERVALS = (32, 1024)
     THIN = 8  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md),
     LARGEST_FEE = 300  # but for a small matrix it is not FLOPs that take the time
+    CALLS = 16_000_000  # FLOPs that take as long as the many small calls of a clipped hit
 
     @classmethod
     def of(cls, cost: Executed, *, lagged: bool = False) -> Guard:
@@ -87,10 +89,10 @@ class Guard:
 
         thin = cost.recheck if lagged else cost.recheck + (cost.probing if cost.probe == "sketch" else 0)
         miss = max(gain((cost.cold if lagged else cost.miss) + (cls.THIN - 1) * thin), -cls.LARGEST_FEE)
-        cold = gain(cost.cold)
+        hit, cold = gain(cost.hit + (cls.CALLS if cost.rank else 0)), gain(cost.cold)
         if lagged:  # it was preceded by a hit that should not have been one, and gives back what that earned
-            miss -= gain(cost.hit)
-        return cls({"hit": gain(cost.hit), "residual": miss, "cold": cold, "stale": cold})
+            miss -= hit
+        return cls({"hit": hit, "residual": miss, "cold": cold, "stale": cold})
 
     def resting(self, wait: int) -> bool:
         """Whether the cache is set aside: after tries that failed, or since not even hits would pay."""
@@ -286,7 +288,9 @@ class CacheGNS:
         B = Y.mT @ Q
         S = B @ U  # Y^T C
         scale = normalizer(S, self.fresh.eps)
-        _, A = self.fresh.solve_with_transform(S * scale, Workspace())
+        # Without restarts it is right to 1e-3, however S is spiked.
+        small = GramNS(self.fresh.schedule, (), self.fresh.eps, S.dtype)
+        _, A = small.solve_with_transform(S * scale, Workspace())
         A.mul_(scale).diagonal(dim1=-2, dim2=-1).sub_(1)  # (A - I) S = polar(S) - S
         residual = paired_residual(z, E + (z.mT @ Y) @ A @ S)
         return residual, Candidate(left=Y, right=A @ B)

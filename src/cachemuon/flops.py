@@ -183,8 +183,8 @@ class Paper(Cost):
 class Executed(Cost):
     """What this library multiplies for one matrix. `vectors` is the sketch's width k; 0 if exact: no recheck.
 
-    `rank` is the number r of directions that a clipped hit repairs, `rank_restarts` the restarts of their
-    own small solve. The QR factorization of its n x r block is not counted.
+    `rank` is the number r of directions that a clipped hit repairs. The QR factorization of its n x r block
+    is not counted.
 
     >>> cost = Executed(768, 3072)
     >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
@@ -194,7 +194,6 @@ class Executed(Cost):
     probe: Literal["sketch", "exact"] = "sketch"
     vectors: int = 8
     rank: int = 0
-    rank_restarts: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,7 +235,7 @@ class Executed(Cost):
             return 4 * n * n * m
         if not r:
             return 4 * k * n * (m + n)
-        small = Executed(r, m, self.steps, self.rank_restarts).transform
+        small = Executed(r, m, self.steps).transform
         estimate = 2 * k * (n * r + r * r + r * m + k * m + k * n)
         return (2 * k + 6 * r) * n * (m + n) + small + estimate + 2 * r * r * n
 
@@ -277,9 +276,7 @@ def executed_by(
     (1, 0)
     """
     restarts = len(solver.restarts_at(min(n, m), max(n, m), dtype))
-    small = len(solver.restarts_at(rank, max(n, m), dtype)) if rank else 0
-    steps = solver.schedule.steps
-    return Executed(n, m, steps, restarts, probe=probe, vectors=vectors, rank=rank, rank_restarts=small)
+    return Executed(n, m, solver.schedule.steps, restarts, probe=probe, vectors=vectors, rank=rank)
 
 
 def price(cost: Cost, counters: Mapping[str, int]) -> int:

@@ -28,7 +28,21 @@ from .matrices import (
 from .polar import AutoNS, GramNS, Solver, StandardNS, cheaper, computed_in, normalize, normalizer, rescale
 from .probe import random_block
 from .schedules import QUINTIC, Schedule
-from .stats import AGE, COLUMNS, GUARD, NO_AGE, OUTCOMES, REFRESHES, WAIT, Ledger, Readback, count
+from .stats import (
+    AGE,
+    COLUMNS,
+    FINITE,
+    GUARD,
+    NO_AGE,
+    OUTCOMES,
+    PROBED,
+    REFRESHED,
+    REFRESHES,
+    WAIT,
+    Ledger,
+    Readback,
+    count,
+)
 from .workspace import Workspace
 
 
@@ -278,14 +292,14 @@ class CacheMuon(MatrixOptimizer):
         """Decide on the residuals known from earlier steps, and leave this step's for the next."""
         ledger = self._ledger("residuals")
         for x in matrices:
-            _decide(x, True, ledger.rows(x.state["residuals"])[x.index][0])
+            _decide(x, True, ledger.rows(x.state["residuals"])[x.index][PROBED])
         for batch in batches(matrices, key=_remedy):
             finite, U, scale = self._update(batch)
             shorter = None
             if batch[0].outcome == "hit":
                 shorter = _shortening(batch, self._measure(batch, U, scale, blocks))
             self._take_step(batch, U, scale, blocks, finite, shorter)
-            _record(batch, 2, finite.to(scale.dtype))
+            _record(batch, FINITE, finite.to(scale.dtype))
 
     def _update(self, batch: list[Matrix]) -> tuple[Tensor, Tensor, Tensor]:
         """Accumulate momentum: which gradients are finite, what is orthogonalized, its normalizer."""
@@ -301,7 +315,7 @@ class CacheMuon(MatrixOptimizer):
         residual, candidate = cache.measure(U, scale, Q, blocks.of(batch), self._workspace())
         for i, x in enumerate(batch):
             x.candidate = None if candidate.empty else candidate[i : i + 1]
-        _record(batch, 0, residual)
+        _record(batch, PROBED, residual)
         return residual
 
     def _take_step(
@@ -354,7 +368,7 @@ class CacheMuon(MatrixOptimizer):
         if readback is None or [tensor._version for tensor in tensors] != versions:
             return
         values = readback.wait()
-        skipped = [where for where, (_, _, finite) in zip(sent, values, strict=True) if not finite]
+        skipped = [where for where, readings in zip(sent, values, strict=True) if not readings[FINITE]]
         for state, index, counters in skipped:
             state["counters"][index] = torch.tensor(count(counters, "non-finite"))
         if skipped:
@@ -500,11 +514,11 @@ def _keep(batch: list[Matrix], Q: Tensor, residual: Tensor, finite: Tensor | Non
     kept = [_transform(x) for x in batch]
     if finite is None:
         torch._foreach_copy_(kept, list(Q.unbind(0)))
-        _record(batch, 1, residual)
+        _record(batch, REFRESHED, residual)
         return
     for old, new, ok in zip(kept, Q.unbind(0), finite.unbind(0), strict=True):
         torch.where(ok, new, old, out=old)
-    for column in (0, 1):  # a lagged gate decides on column 0: the last one known for this transform
+    for column in (PROBED, REFRESHED):  # a lagged gate decides on the last one known for its transform
         before = stack([x.state["residuals"][x.index, column] for x in batch])
         _record(batch, column, torch.where(finite, residual.to(before.dtype), before))
 

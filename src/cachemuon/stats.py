@@ -67,6 +67,11 @@ the guard's three (`cache.Guard`)."""
 
 AGE, LAST, WAIT = COLUMNS.index("age"), COLUMNS.index("last"), COLUMNS.index("wait")
 GUARD = slice(COLUMNS.index("balance"), len(COLUMNS))
+READINGS = ("probed", "refreshed", "finite")
+"""The columns of a matrix's residuals: of the last probe (for a lagged gate the last one known of its
+transform), of the last refresh, and whether its last gradient was finite."""
+
+PROBED, REFRESHED, FINITE = range(len(READINGS))
 NO_AGE = -1
 """The age of a transform that doesn't exist."""
 

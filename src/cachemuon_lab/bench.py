@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ SOLVED: dict[str, list[Shape]] = {
     "ResNet-18": [(64, 576), (128, 1152), (256, 2304), (512, 4608)],
 }
 PAPERS_HITS = 0.59  # of GPT-2 Small on OpenWebText at gamma 5
+CLIP: float = signature(CacheMuon).parameters["clip"].default
 SLOW = 5  # times GramMuon's
 PARTS = ("solvers", "steps", "worst", "share", "growth")
 
@@ -80,7 +82,9 @@ def solvers(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
                 "Q @ X": partial(torch.matmul, Q, X),
                 "hit": partial(CacheGNS(), M, Q, math.inf),
                 "hit, exact probe": partial(CacheGNS(probe="exact"), M, Q, math.inf),
+                "hit, clipped": partial(CacheGNS(clip=CLIP), M, Q, math.inf),
                 "miss": partial(CacheGNS(), M, Q, 0.0),
+                "miss, clipped": partial(CacheGNS(clip=CLIP), M, Q, 0.0),
                 "GramNS": partial(GramNS(), M),
                 "plain Gram loop": partial(plain_gram_loop, M),
                 "StandardNS": partial(StandardNS(POLAR_EXPRESS), M),
@@ -128,9 +132,9 @@ def gamma_for(gradients: Sequence[Tensor], hit_rate: float) -> float:
 
 
 def _ours(gammas: Sequence[float]) -> dict[str, Callable[[list[Parameter]], Optimizer]]:
-    def cached(params: list[Parameter], **settings: Any) -> Optimizer:
+    def unclipped(params: list[Parameter]) -> Optimizer:
         groups = [{"params": [p], "gamma": gamma} for p, gamma in zip(params, gammas, strict=True)]
-        return CacheMuon(groups, momentum=0.0, **settings)
+        return CacheMuon(groups, momentum=0.0, clip=0.0, max_age=None)
 
     fresh = {
         "GramMuon": GramNS(),
@@ -138,8 +142,9 @@ def _ours(gammas: Sequence[float]) -> dict[str, Callable[[list[Parameter]], Opti
         "Muon, Jordan's quintic": StandardNS(QUINTIC),
     }
     return {
-        "CacheMuon": cached,
-        "CacheMuon, lagged": partial(cached, gate="lagged"),
+        "CacheMuon": partial(CacheMuon, momentum=0.0),
+        "CacheMuon, lagged": partial(CacheMuon, momentum=0.0, gate="lagged"),
+        "CacheMuon, clip=0": unclipped,
         **{name: partial(Muon, momentum=0.0, solver=solver) for name, solver in fresh.items()},
         "Muon (default)": partial(Muon, momentum=0.0),
     }

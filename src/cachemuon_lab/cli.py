@@ -52,11 +52,12 @@ app.add_typer(preparation, name="prepare")
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `cachemuon train --list`.")]
 Kind = Annotated[
     str | None,
-    typer.Option("--optimizer", help="polar, gram, cache, jordan, stale or adamw; else the recipe's first."),
+    typer.Option(
+        "--optimizer", help="polar, gram, paper, cache, jordan, stale or adamw; else the recipe's first."
+    ),
 ]
 Gamma = Annotated[float | None, typer.Option(help="CacheMuon's threshold.")]
-ProbeName = Annotated[str | None, typer.Option("--probe", help="CacheMuon's probe: exact or sketch.")]
-MaxAge = Annotated[int | None, typer.Option(help="Steps that cache or stale may reuse for.")]
+MaxAge = Annotated[int | None, typer.Option(help="Steps that CacheMuon may reuse a transform for.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, as steps=100 or optimizer.lr=0.02."),
@@ -177,7 +178,6 @@ def train(
     ] = None,
     optimizer: Kind = None,
     gamma: Gamma = None,
-    probe: ProbeName = None,
     max_age: MaxAge = None,
     settings: Set = None,
     out: Out = None,
@@ -196,7 +196,7 @@ def train(
     if recipe_name is None:
         raise ValueError("a recipe is needed: `cachemuon train --list` shows them")
     chosen = recipe(recipe_name)
-    which = variant(chosen, optimizer, gamma=gamma, probe=probe, max_age=max_age)
+    which = variant(chosen, optimizer, gamma=gamma, max_age=max_age)
     config = configure(chosen, which, settings or ())
     out = out or RUNS / config.name
     with processes() as first, progress(first) as show:
@@ -257,7 +257,6 @@ def sweep(
     recipe_name: RecipeName,
     optimizer: Kind = None,
     gamma: Gamma = None,
-    probe: ProbeName = None,
     max_age: MaxAge = None,
     steps: Annotated[
         int | None, typer.Option(help="Length of the proxy runs; the recipe's if not given.")
@@ -280,7 +279,7 @@ def sweep(
         result = sweep(
             chosen,
             out,
-            optimizer=variant(chosen, optimizer, gamma=gamma, probe=probe, max_age=max_age),
+            optimizer=variant(chosen, optimizer, gamma=gamma, max_age=max_age),
             steps=steps,
             overrides=settings or (),
             trials=trials,
@@ -449,7 +448,7 @@ def bench(
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.md").write_text(to_page(results))
     if page is not None:
-        page.write_text(renewed(page.read_text(), results))
+        page.write_text(renewed(page.read_text(), tables(results)))
     pictures = draw(results, out)
     say(f"Written: {', '.join(map(str, [out / 'bench.json', out / 'bench.md', *pictures]))}")
 
@@ -532,19 +531,19 @@ def _draw(runs: list[Run], out: Path, formats: Sequence[str] | None = None) -> N
 
 def _conclusion(comparison: Comparison) -> str:
     """In two sentences: what was saved, and what it cost in quality."""
+    from cachemuon_lab.config import CACHING
+
     gram = next(row for row in comparison.rows if row.kind == "gram")
     saved, lost = [], []
     for row in comparison.rows:
-        if row.kind != "cache":
+        if row.kind not in CACHING:
             continue
-        optimizer = row.runs[0].config.optimizer
-        name = f"gamma {optimizer.gamma:g}" + (" sketched" if optimizer.probe == "sketch" else "")
         by_paper, executed = (row.cells[f"saved_{model}_gram"] for model in ("paper", "executed"))
         if by_paper is not None and executed is not None:
-            saved.append(f"{name}: {by_paper.mean:.0%} ({executed.mean:.0%})")
+            saved.append(f"{row.title}: {by_paper.mean:.0%} ({executed.mean:.0%})")
         if row.cells["loss"] is not None and gram.cells["loss"] is not None:
             difference = round(row.cells["loss"].mean - gram.cells["loss"].mean, 3)
-            lost.append(f"{name}: {difference + 0.0:+.3f}")  # 0.0: so that nothing is -0
+            lost.append(f"{row.title}: {difference + 0.0:+.3f}")  # 0.0: so that nothing is -0
     best = gram.cells["loss"]
     return (
         "Of GramMuon's orthogonalization FLOPs CacheMuon saved, by the paper's count (and as executed), "

@@ -30,33 +30,33 @@ def variant(
     kind: str | None = None,
     *,
     gamma: float | None = None,
-    probe: str | None = None,
     max_age: int | None = None,
 ) -> OptimizerConfig:
     """The recipe's first optimizer of that kind, or one of that kind with the settings of its relative.
 
-    "stale" is GramMuon's relative, any other the first optimizer's. Without a kind: the recipe's first
-    optimizer, or CacheMuon where `gamma` or `probe` asks for one.
+    "stale" is GramMuon's relative, CacheMuon the paper's, any other the first optimizer's. Without a kind:
+    the recipe's first optimizer, or CacheMuon where `gamma` or `max_age` asks for one.
 
-    >>> variant(recipe("gpt2-nano"), "cache", gamma=3.0).label
-    'CacheMuon gamma=3'
+    >>> variant(recipe("gpt2-nano"), "paper", gamma=3.0).label
+    'CacheMuon.paper gamma=3'
     """
     if kind is None:
-        kind = recipe.variants[0].kind if gamma is None and probe is None else "cache"
+        kind = recipe.variants[0].kind if gamma is None and max_age is None else "cache"
     if kind not in KINDS:
         raise ValueError(f"optimizer must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
     for name, value, owners in (
-        ("gamma", gamma, ("cache",)),
-        ("probe", probe, ("cache",)),
-        ("max_age", max_age, ("cache", "stale")),
+        ("gamma", gamma, ("paper", "cache")),
+        ("max_age", max_age, ("cache",)),
     ):
         if value is not None and kind not in owners:
             raise ValueError(f"{name} goes with optimizer {' or '.join(map(repr, owners))}, got {kind!r}")
-    relative = "gram" if kind == "stale" else kind
+    relative = {"stale": "gram", "cache": "paper"}.get(kind, kind)
     of_kind = [one for one in recipe.variants if one.kind == kind]
     related = [one for one in recipe.variants if one.kind == relative]
-    chosen: dict[str, Any] = {"kind": kind, "gamma": gamma, "probe": probe, "max_age": max_age}
+    chosen: dict[str, Any] = {"kind": kind, "gamma": gamma, "max_age": max_age}
     given = {name: value for name, value in chosen.items() if value is not None}
+    if kind == "cache" and not of_kind:  # its own threshold, not the paper's
+        given.setdefault("gamma", OptimizerConfig.gamma)
     return replace((of_kind or related or list(recipe.variants))[0], **given)
 
 
@@ -80,7 +80,7 @@ def plan(
     their folder's name does not tell are an error.
 
     >>> list(plan(recipe("gpt2-small-owt"), seeds=2))[2:4]
-    ['cache-gamma5-s0', 'polar-s1']
+    ['paper-gamma5-s0', 'polar-s1']
     """
     if seeds < 1:
         raise ValueError(f"seeds must be an integer of at least 1, got {seeds!r}")
@@ -164,8 +164,7 @@ def demonstration(*, quick: bool = False) -> Recipe:
     """
     nano = recipe("gpt2-nano")
     polar, gram = (variant(nano, kind) for kind in ("polar", "gram"))
-    cached = [variant(nano, "cache", gamma=gamma, probe="exact") for gamma in (2.0, 5.0, 15.0)]
-    sketched = variant(nano, "cache", gamma=5.0, probe="sketch")
+    paper = [variant(nano, "paper", gamma=gamma) for gamma in (2.0, 5.0, 15.0)]
     settings: Sequence[str] = ("steps=300",)
     if quick:
         settings = (
@@ -173,4 +172,4 @@ def demonstration(*, quick: bool = False) -> Recipe:
             *("steps=6", "batch_size=2", "validate_every=3", "validation_batches=1"),
         )
     base = with_overrides(nano.base, settings)
-    return replace(nano, base=base, variants=(polar, gram, *cached, sketched))
+    return replace(nano, base=base, variants=(polar, gram, *paper, variant(nano, "cache")))

@@ -18,11 +18,18 @@ MODELS: dict[str, type[GPT2Config] | type[ResNetConfig]] = {"gpt2": GPT2Config, 
 LABELS = {
     "polar": "PolarExpMuon",
     "gram": "GramMuon",
+    "paper": "CacheMuon.paper",
     "cache": "CacheMuon",
     "jordan": "Muon (Jordan)",
     "adamw": "AdamW",
     "stale": "StaleMuon",
 }
+
+CACHING = ("paper", "cache")
+"""The kinds of optimizer that are a CacheMuon."""
+
+CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "gate", "guard")
+"""CacheMuon's own, by the names that both it and `OptimizerConfig` have."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +57,28 @@ class DataConfig:
 class OptimizerConfig:
     """An optimizer by name, with the paper's defaults.
 
-    "polar", "gram", "jordan": Muon that solves at every step; "cache": CacheMuon, with `probe="exact"` the
-    paper's; "stale": GramMuon that reuses its previous direction outright, for `max_age` steps (None: 1);
-    "adamw": Adam for everything, by the `adam_` settings. `head` says whose the output layer is.
+    "polar", "gram", "jordan": Muon that solves at every step; "paper": CacheMuon.paper, of which only `gamma`
+    is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `guard`; "stale": GramMuon that
+    solves at every `period`-th step and takes the same direction until the next; "adamw": Adam for
+    everything, by the `adam_` settings. `head` says whose the output layer is.
 
-    >>> OptimizerConfig("cache", gamma=2.0, probe="sketch").label
-    'CacheMuon gamma=2, sketch'
-    >>> OptimizerConfig("cache", gamma=2.0, probe="sketch").slug
-    'cache-gamma2-sketch'
+    >>> OptimizerConfig("paper", gamma=2.0).label
+    'CacheMuon.paper gamma=2'
+    >>> OptimizerConfig("cache", gamma=2.0, gate="lagged").slug
+    'cache-gamma2-gatelagged'
     """
 
-    kind: Literal["polar", "gram", "cache", "jordan", "adamw", "stale"]
+    kind: Literal["polar", "gram", "paper", "cache", "jordan", "adamw", "stale"]
     lr: float = 1e-3
     momentum: float = 0.95
     weight_decay: float = 1e-4
     gamma: float = 5.0
-    probe: Literal["exact", "sketch"] = "exact"
-    max_age: int | None = None
     vectors: int = 8
+    max_age: int | None = None
+    clip: float = 0.0
+    gate: Literal["sync", "lagged"] = "sync"
+    guard: bool = True
+    period: int = 2
     adam_lr: float = 2e-3
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_weight_decay: float = 1e-4
@@ -75,31 +86,35 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self, "optimizer.")
-        for name in ("lr", "weight_decay", "gamma", "adam_lr", "adam_weight_decay"):
+        for name in ("lr", "weight_decay", "gamma", "clip", "adam_lr", "adam_weight_decay"):
             _non_negative(f"optimizer.{name}", getattr(self, name))
         for name, values in (("momentum", (self.momentum,)), ("adam_betas", self.adam_betas)):
             if not all(0 <= value < 1 for value in values):
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)!r}")
-        _at_least("optimizer.vectors", self.vectors, 1)
+        for name in ("vectors", "period"):
+            _at_least(f"optimizer.{name}", getattr(self, name), 1)
         if self.max_age is not None:
             _at_least("optimizer.max_age", self.max_age, 0)
 
     @property
     def label(self) -> str:
         """The name for people: what tells this optimizer from the others of a comparison."""
-        parts = [LABELS[self.kind]]
-        if self.kind == "cache":
-            parts[0] += f" gamma={self.gamma:g}"
-            parts += ["sketch"] if self.probe == "sketch" else []
-        if self.kind in ("cache", "stale") and self.max_age is not None:
-            parts.append(f"max_age={self.max_age}")
-        return ", ".join(parts)
+        told = [f"{name}={_short(getattr(self, name))}" for name in self._telling()]
+        return " ".join([LABELS[self.kind], ", ".join(told)]).strip()
+
+    def _telling(self) -> list[str]:
+        """The settings that the name has: of CacheMuon those that are not its defaults."""
+        if self.kind == "paper":
+            return ["gamma"]
+        default = OptimizerConfig.__dataclass_fields__
+        own = {"cache": CACHE_SETTINGS, "stale": ("period",)}.get(self.kind, ())
+        return [name for name in own if getattr(self, name) != default[name].default]
 
     @property
     def slug(self) -> str:
         """The same, for the name of a folder."""
-        text = self.kind + self.label.removeprefix(LABELS[self.kind])
-        return text.replace(", ", "-").replace(" ", "-").replace("=", "").replace("max_age", "age")
+        told = [f"{name}{_short(getattr(self, name))}" for name in self._telling()]
+        return "-".join([self.kind, *told]).replace("max_age", "age")
 
 
 @dataclass(frozen=True)
@@ -180,11 +195,11 @@ class RunConfig:
             _at_least("validation_batches", self.validation_batches, 1)
         if not self.ages or list(self.ages) != sorted(set(self.ages)) or min(self.ages) < 1:
             raise ValueError(f"ages must be increasing integers of at least 1, got {self.ages!r}")
-        needed = {"gate": "cache", "age": "gram"}.get(self.diagnostics, self.optimizer.kind)
-        if self.optimizer.kind != needed:
-            got = repr(self.optimizer.kind)
+        needed = {"gate": CACHING, "age": ("gram",)}.get(self.diagnostics)
+        if needed is not None and self.optimizer.kind not in needed:
+            allowed, got = " or ".join(map(repr, needed)), repr(self.optimizer.kind)
             raise ValueError(
-                f"optimizer.kind must be {needed!r} for diagnostics={self.diagnostics!r}, got {got}"
+                f"optimizer.kind must be {allowed} for diagnostics={self.diagnostics!r}, got {got}"
             )
         kinds = ("python", "tokens") if isinstance(self.model, GPT2Config) else ("cifar10",)
         if self.data.kind not in kinds:
@@ -355,6 +370,10 @@ def _check_choices(config: Any, prefix: str) -> None:
         if any(option is not None for option in options) and getattr(config, name) not in options:
             allowed = ", ".join(map(repr, options))
             raise ValueError(f"{prefix}{name} must be one of {allowed}, got {getattr(config, name)!r}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _at_least(name: str, value: object, least: int) -> None:

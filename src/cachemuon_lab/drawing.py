@@ -1,7 +1,7 @@
 """What all figures share: their style, a colour for each optimizer, summaries of recorded lines.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart. An optimizer has the same one in
-every figure; CacheMuon with the sketched probe has that of the exact one, dashed.
+every figure; those of CacheMuon.paper go with gamma.
 """
 
 from __future__ import annotations
@@ -40,8 +40,15 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,  # text as text; journals refuse the default
     "svg.hashsalt": "cachemuon",  # without it no two files are equal
 }
-COLOURS = {"gram": "#222222", "polar": "#0072B2", "jordan": "#56B4E9", "stale": "#8C6D3F", "adamw": "#888888"}
-MARKERS = {"gram": "s", "polar": "D", "jordan": "v", "stale": "X", "adamw": "P", "cache": "o"}
+COLOURS = {
+    "gram": "#222222",
+    "polar": "#0072B2",
+    "jordan": "#56B4E9",
+    "stale": "#8C6D3F",
+    "adamw": "#888888",
+    "cache": "#B3123A",
+}
+MARKERS = {"gram": "s", "polar": "D", "jordan": "v", "stale": "X", "adamw": "P", "paper": "o", "cache": "^"}
 GAMMAS = (0.5, 2.0, 5.0, 10.0, 15.0, 60.0)
 GAMMA_COLOURS = ("#B3A400", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#5E2A57")
 DASHES = ("-", "--", ":", "-.")
@@ -51,12 +58,12 @@ POINTS = 250
 
 
 def colour(optimizer: OptimizerConfig) -> str:
-    """The optimizer's colour in every figure; CacheMuon's is a function of gamma.
+    """The optimizer's colour in every figure; CacheMuon.paper's is a function of gamma.
 
-    >>> colour(OptimizerConfig("cache", gamma=5.0, probe="sketch"))
+    >>> colour(OptimizerConfig("paper", gamma=5.0))
     '#e69f00'
     """
-    if optimizer.kind != "cache":
+    if optimizer.kind != "paper":
         return COLOURS[optimizer.kind]
     at, channels = np.log(max(optimizer.gamma, 1e-9)), np.array([to_rgb(c) for c in GAMMA_COLOURS])
     red, green, blue = (float(np.interp(at, np.log(GAMMAS), channel)) for channel in channels.T)
@@ -68,11 +75,11 @@ def styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in rows:
         optimizer = row.runs[0].config.optimizer
-        tint, sketched = colour(optimizer), optimizer.kind == "cache" and optimizer.probe == "sketch"
+        tint = colour(optimizer)
         used = [style["ls"] for style in found if style["color"] == tint]
-        free = [dash for dash in DASHES[sketched:] if dash not in used]
-        marker = "^" if sketched else MARKERS[optimizer.kind]
-        found.append({"color": tint, "ls": free[0] if free else ":", "marker": marker})
+        free = [dash for dash in DASHES if dash not in used]
+        style = {"color": tint, "ls": free[0] if free else ":", "marker": MARKERS[optimizer.kind]}
+        found.append(style)
     return found
 
 

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from cachemuon_lab import drawing
+from cachemuon_lab.config import CACHING
 from cachemuon_lab.drawing import BLACK, BLUE, COLOURS, GREY, RED, STYLE
 from cachemuon_lab.record import Line, Run
 from cachemuon_lab.tables import BASELINES, Comparison, Row, compare, shown, tasks
@@ -70,7 +71,7 @@ def quality(comparison: Comparison) -> Picture:
     rows = [row for row in comparison.rows if row.cells["loss"]]
     if not rows:
         raise Lacking("no run has been validated yet.")
-    saving = [row for row in rows if row.kind in ("cache", "stale")]
+    saving = [row for row in rows if row.kind in (*CACHING, "stale")]
     known = [kind for kind in BASELINES.values() if any(row.cells[f"saved_paper_{kind}"] for row in saving)]
     panels = 2 if known else 1
     figure = Figure(figsize=(2.3 + 2.3 * panels, 3.5), layout="constrained")
@@ -184,28 +185,28 @@ def ages_by_layer(runs: Sequence[Run]) -> Picture:
 def frontier(comparison: Comparison) -> Picture:
     """Best validation loss against FLOPs relative to GramMuon's, by both models of cost."""
     rows = [row for row in comparison.rows if row.cells["saved_paper_gram"] and row.cells["loss"]]
-    if not any(row.kind == "cache" for row in rows):
+    if not any(row.kind in CACHING for row in rows):
         raise Lacking("it needs runs of CacheMuon and of GramMuon, both validated.")
     figure = Figure(figsize=(6.9, 3.5), layout="constrained")
     for axes, model in zip(figure.subplots(1, 2, sharey=True), MODELS, strict=True):
-        frontiers: dict[str, list[tuple[float, float, float]]] = {}
+        frontiers: dict[str, list[tuple[float, float]]] = {}
         for row, style in zip(rows, drawing.styles(rows), strict=True):
             saved, loss = row.cells[f"saved_{model}_gram"], row.cells["loss"]
             assert saved and loss
-            x, y, optimizer = 1 - saved.mean, loss.mean, row.runs[0].config.optimizer
+            x, y = 1 - saved.mean, loss.mean
             bars = {"xerr": saved.spread, "yerr": loss.spread, "capsize": 2, "zorder": 3}
             axes.errorbar(x, y, label=row.title, **style | {"ls": ""}, **bars)
-            if row.kind == "cache":
-                frontiers.setdefault(optimizer.probe, []).append((optimizer.gamma, x, y))
-        for probe, points in frontiers.items():
-            _, xs, ys = zip(*sorted(points), strict=True)
-            axes.plot(xs, ys, color="#bbbbbb", lw=1, ls="--" if probe == "sketch" else "-", zorder=1)
+            if row.kind in CACHING:
+                frontiers.setdefault(row.kind, []).append((x, y))
+        for kind, points in frontiers.items():
+            line = {"color": "#bbbbbb", "ls": "-" if kind == "paper" else "--", "lw": 1, "zorder": 1}
+            axes.plot(*zip(*sorted(points), strict=True), **line)
         axes.set(xlabel="FLOPs relative to GramMuon", title=MODELS[model])
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.locator_params(axis="x", nbins=6)
     figure.axes[0].set_ylabel("best validation loss")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    caption = f"Quality against FLOPs of orthogonalization: {comparison.title}. Grey lines follow gamma."
+    caption = f"Quality against FLOPs of orthogonalization: {comparison.title}. Lines join one algorithm."
     return figure, caption + _over_seeds(rows, "error bars")
 
 

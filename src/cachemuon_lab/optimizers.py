@@ -27,7 +27,7 @@ from cachemuon.base import MatrixOptimizer
 from cachemuon.groups import matrix_shape
 from cachemuon.matrices import Matrix, accumulate, batches, descend, stack, step_lengths
 from cachemuon.stats import COLUMNS, OUTCOMES
-from cachemuon_lab.config import OptimizerConfig
+from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 
 SOLVERS: dict[str, Solver] = {
     "polar": StandardNS(POLAR_EXPRESS),
@@ -43,7 +43,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     """The optimizer that a configuration describes, for all trainable parameters of the model.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    >>> make_optimizer(OptimizerConfig("cache", gamma=2.0), model).defaults["gamma"]
+    >>> make_optimizer(OptimizerConfig("paper", gamma=2.0), model).defaults["gamma"]
     2.0
     """
     adam: dict[str, Any] = {
@@ -60,24 +60,23 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         "momentum": config.momentum,
         "weight_decay": config.weight_decay,
     }
-    if config.kind == "cache" and config.probe == "exact" and config.max_age is None:
+    if config.kind == "paper":
         return CacheMuon.paper(groups, gamma=config.gamma, **muon)
     if config.kind == "cache":
-        muon |= {"probe": config.probe, "vectors": config.vectors, "max_age": config.max_age}
-        return CacheMuon(groups, gamma=config.gamma, **muon)
+        return CacheMuon(groups, **muon, **{name: getattr(config, name) for name in CACHE_SETTINGS})
     if config.kind == "stale":
-        return StaleMuon(groups, max_age=1 if config.max_age is None else config.max_age, **muon)
+        return StaleMuon(groups, period=config.period, **muon)
     return Muon(groups, solver=SOLVERS[config.kind], **muon)
 
 
 class StaleMuon(Muon):
-    """GramMuon that solves, then takes the same direction again for the next `max_age` steps.
+    """GramMuon that solves at every `period`-th step, and takes the same direction until the next.
 
     Reuse without any cost or check: what a cache must be better than. A reused direction counts as a hit,
     and costs no FLOPs.
 
     >>> W = nn.Parameter(torch.zeros(2, 3))
-    >>> optimizer = StaleMuon([W], max_age=1)
+    >>> optimizer = StaleMuon([W], period=2)
     >>> for _ in range(4):
     ...     W.grad = torch.randn(2, 3)
     ...     optimizer.step()
@@ -85,18 +84,18 @@ class StaleMuon(Muon):
     2
     """
 
-    def __init__(self, params: ParamsT, *, max_age: int = 1, **settings: Any) -> None:
+    def __init__(self, params: ParamsT, *, period: int = 2, **settings: Any) -> None:
         super().__init__(params, solver=SOLVERS["stale"], **settings)
-        self.defaults["max_age"] = max_age
+        self.defaults["period"] = period
         for group in self.param_groups:
             if group["use_muon"]:
-                group.setdefault("max_age", max_age)
+                group.setdefault("period", period)
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
         workspace = self._workspace()
-        for batch in batches(matrices, key=lambda x: x.group["max_age"]):
+        for batch in batches(matrices, key=lambda x: x.group["period"]):
             group = batch[0].group
-            reuse = (group["step"] - 1) % (group["max_age"] + 1) > 0
+            reuse = (group["step"] - 1) % group["period"] > 0
             if reuse:
                 finite = accumulate(batch, workspace).finite
             else:

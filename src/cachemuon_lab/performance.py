@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,13 @@ def to_markdown(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def renewed(text: str, results: dict[str, Any]) -> str:
+def renewed(text: str, made: Mapping[str, tuple[str, Cells]]) -> str:
     """A Markdown page whose tables, each between `<!-- table NAME -->` and `<!-- end -->`, are new.
 
-    >>> page, results = "<!-- table share -->old<!-- end -->", {"share": {"tokens": 1, "rows": []}}
-    >>> renewed(page, results).splitlines()[2]
-    '| optimizer | share of the training step | model, ms | optimizer, ms | hits |'
+    >>> page = "<!-- table share -->old<!-- end -->"
+    >>> renewed(page, {"share": ("Title", [["what", "share"], ["model", "90%"]])}).splitlines()[4]
+    '| model | 90% |'
     """
-    made = tables(results)
 
     def table(found: re.Match[str]) -> str:
         name = found.group(1)
@@ -83,7 +82,9 @@ def _solvers(part: dict[str, Any]) -> tuple[str, Cells]:
     columns = [
         ("hit / Q @ X", "to product", "hit"),
         ("exact hit / Q @ X", "to product", "hit, exact probe"),
+        ("clipped hit / Q @ X", "to product", "hit, clipped"),
         ("miss / GramNS", "to GramNS", "miss"),
+        ("clipped miss / GramNS", "to GramNS", "miss, clipped"),
         ("GramNS / plain loop", "to plain loop", "GramNS"),
         ("default / GramNS", "to GramNS", "polar (default)"),
         ("StandardNS / GramNS", "to GramNS", "StandardNS"),

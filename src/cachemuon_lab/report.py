@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cachemuon_lab.config import LABELS
+from cachemuon_lab.config import CACHING, LABELS
 from cachemuon_lab.figures import Drawn, figures
 from cachemuon_lab.record import Run, write_atomically
 from cachemuon_lab.tables import COLUMNS, Comparison, Row, compare, tasks, to_html
@@ -146,9 +146,9 @@ def headlines(comparison: Comparison) -> list[str]:
     def said(row: Row, key: str) -> str:
         return comparison.text(row, columns[key])
 
-    fresh = [row for row in valid if row.kind == "gram"] or [row for row in valid if row.kind != "cache"]
+    fresh = [row for row in valid if row.kind == "gram"] or [row for row in valid if row.kind not in CACHING]
     sentences = [f"{row.title}: best validation loss {said(row, 'loss')}." for row in fresh]
-    for row in (row for row in valid if row.kind == "cache"):
+    for row in (row for row in valid if row.kind in CACHING):
         sentences.append(
             f"{row.title}: best validation loss {said(row, 'loss')}, hit rate {said(row, 'hit_rate')}. Saves "
             f"{said(row, 'saved_paper_gram')} of {LABELS['gram']}'s orthogonalization FLOPs by the paper's "

@@ -17,13 +17,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig, differences
+from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig, RunConfig, differences
 from cachemuon_lab.models import GPT2Config
 from cachemuon_lab.record import Run
 
 DASH = "—"
 BASELINES = {LABELS[kind]: kind for kind in ("gram", "polar")}
-ORDER = ("polar", "gram", "cache", "stale", "jordan", "adamw")
+ORDER = ("polar", "gram", "paper", "cache", "stale", "jordan", "adamw")
 UNITS = {
     "percent": ((0.01, "%"),),
     "flops": ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1.0, "FLOPs")),
@@ -156,7 +156,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
     Runs that differ only in name, seed, checkpoints or measurement are one row. Of a row, only finished
     runs count if there are any, and one run per seed. Savings are over the steps that a run and its
-    baseline have both done. Rows stand in the order of `ORDER`, CacheMuon's by probe and gamma.
+    baseline have both done. Rows stand in the order of `ORDER`, those of one kind by gamma.
     """
     if len(tasks(runs)) != 1:
         raise ValueError(f"runs must be of one task, got {len(tasks(runs))}; sort them with tasks(runs)")
@@ -240,7 +240,7 @@ def _measured(run: Run, fresh: dict[str, list[Run]]) -> dict[str, float | None]:
     measured = {
         "loss": min(losses, default=None),
         "accuracy": max(accuracies, default=None),
-        "hit_rate": hits / calls if calls and run.config.optimizer.kind in ("cache", "stale") else None,
+        "hit_rate": hits / calls if calls and run.config.optimizer.kind in (*CACHING, "stale") else None,
     }
     for model, key in (("paper", "flops_paper"), ("executed", "flops")):
         measured[model] = _flops(run, key, _last(run))
@@ -269,8 +269,8 @@ def _last(run: Run) -> int:
     return int(run.steps[-1]["step"]) if run.steps else 0
 
 
-def _place(optimizer: OptimizerConfig) -> tuple[int, str, float]:
-    return ORDER.index(optimizer.kind), optimizer.probe, optimizer.gamma
+def _place(optimizer: OptimizerConfig) -> tuple[int, float]:
+    return ORDER.index(optimizer.kind), optimizer.gamma
 
 
 def _without_seed(config: RunConfig) -> RunConfig:

@@ -18,6 +18,7 @@ from cachemuon_lab.cli import app, main
 from cachemuon_lab.data import prepare
 from cachemuon_lab.recipes import RECIPES
 from cachemuon_lab.record import CHECKPOINT, CONFIG, ENVIRONMENT, RECORD, Run
+from cachemuon_lab.tables import shown
 
 COMMAND = [sys.executable, "-m", "cachemuon_lab.cli"]
 COMMANDS = ("demo", "prepare", "train", "compare", "sweep", "diagnose", "figures", "report", "flops")
@@ -120,14 +121,16 @@ def test_flops_of_any_shapes():
 
 
 def test_train_writes_a_run(tiny):
-    result = invoke("train", "gpt2-nano", "--gamma", "1000", *tiny)
-    run = Run.open("runs/gpt2-nano-cache-gamma1000")
-    assert run.complete and run.config.optimizer.label == "CacheMuon gamma=1000" and run.config.steps == 6
-    assert "The run is in runs/gpt2-nano-cache-gamma1000." in result.stdout
+    result = invoke("train", "gpt2-nano", "--optimizer", "paper", "--gamma", "1000", *tiny)
+    run = Run.open("runs/gpt2-nano-paper-gamma1000")
+    assert run.complete and run.config.steps == 6
+    assert run.config.optimizer.label == "CacheMuon.paper gamma=1000"
+    assert "The run is in runs/gpt2-nano-paper-gamma1000." in result.stdout
     assert "best validation" in result.stdout
     lines = result.stderr.splitlines()
     assert len(lines) == 6 and re.fullmatch(
-        r"CacheMuon gamma=1000  step 6/6  loss \d\.\d{3}  validation \d\.\d{3}  hits \d\d%  saved \d\d%",
+        r"CacheMuon\.paper gamma=1000  step 6/6  "
+        r"loss \d\.\d{3}  validation \d\.\d{3}  hits \d\d%  saved \d\d%",
         lines[-1],
     )
 
@@ -171,8 +174,8 @@ def test_compare_draws_and_reports_and_goes_on(tiny):
     told = text(result.stdout)
     for label in ("PolarExpMuon", "GramMuon", "AdamW", "StaleMuon"):
         assert label in told
-    assert "CacheMuon gamma=5, seed 1 (8/10)  step 3/3" in result.stderr
-    names = ("polar", "gram", "cache-gamma5", "adamw", "stale")
+    assert "CacheMuon.paper gamma=5, seed 1 (8/10)  step 3/3" in result.stderr
+    names = ("polar", "gram", "paper-gamma5", "adamw", "stale")
     assert set(os.listdir("out")) == {f"{name}-s{seed}" for name in names for seed in (0, 1)} | {
         "figures",
         "report.html",
@@ -193,7 +196,7 @@ def test_compare_draws_and_reports_and_goes_on(tiny):
 
 def test_diagnose_runs_the_twins_and_draws_them(tiny):
     told = invoke("diagnose", "gpt2-nano", "--out", "out", "--set", "ages=1,2", *tiny).stdout
-    gate, ages = Run.open("out/gpt2-nano-diagnostics/cache-gamma5-s0"), Run.open("out/gpt2-nano-ages/gram-s0")
+    gate, ages = Run.open("out/gpt2-nano-diagnostics/paper-gamma5-s0"), Run.open("out/gpt2-nano-ages/gram-s0")
     assert gate.probes and ages.ages
     drawn = set(os.listdir("out/figures"))
     assert any("gate" in name for name in drawn) and any("ages" in name for name in drawn)
@@ -215,9 +218,12 @@ def test_demo_ends_with_what_it_means(tmp_path):
     told = invoke("demo", "--quick", "--out", tmp_path / "out").stdout
     *_, timing, saved, lost, place = told.splitlines()
     assert re.fullmatch(r"\d+ s of training, \d+ s in all\.", timing)
-    assert re.search(r"orthogonalization FLOPs CacheMuon saved.*gamma 15: -?\d+% \(-?\d+%\)", saved)
+    paper, part = shown("CacheMuon.paper gamma="), r"-?\d+% \(-?\d+%\)"
     assert re.search(
-        r"validation loss was, beside GramMuon's \d\.\d{3} .*, gamma 2: [+-]0\.\d{3}, gamma 5", lost
+        rf"orthogonalization FLOPs CacheMuon saved.* {paper}15: {part}, CacheMuon: {part}\.", saved
+    )
+    assert re.search(
+        rf"validation loss was, beside GramMuon's \d\.\d{{3}} .*, {paper}2: [+-]0\.\d{{3}}, {paper}5", lost
     )
     assert "one seed" in lost and "noise" in lost
     assert f"The report is {tmp_path / 'out' / 'report.html'}" in place

@@ -9,7 +9,7 @@ from cachemuon_lab.record import RECORD
 from cachemuon_lab.train import Interrupted
 
 NANO, RESNET = recipe("gpt2-nano"), recipe("resnet18-cifar10")
-POLAR, GRAM, CACHE = (variant(NANO, kind) for kind in ("polar", "gram", "cache"))
+POLAR, GRAM, PAPER, CACHE = (variant(NANO, kind) for kind in ("polar", "gram", "paper", "cache"))
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def tiny(tmp_path):
     shape = ("model.layers=1", "model.heads=2", "model.width=16", "model.context=16")
     length = ("steps=6", "batch_size=2", "validate_every=3", "validation_batches=1", "checkpoint_every=2")
     base = with_overrides(NANO.base, (f"data.path={folder}", *shape, *length))
-    return replace(NANO, base=base, variants=(POLAR, GRAM, CACHE))
+    return replace(NANO, base=base, variants=(POLAR, GRAM, PAPER))
 
 
 def losses(run):
@@ -31,14 +31,19 @@ def losses(run):
 
 def test_a_variant_is_the_recipes_own():
     assert variant(RESNET) == RESNET.variants[0]
-    assert variant(RESNET, "cache") == RESNET.variants[2]
-    assert variant(RESNET, "cache", gamma=7.0) == replace(RESNET.variants[2], gamma=7.0)
-    assert variant(NANO, probe="sketch") == replace(CACHE, probe="sketch")
+    assert variant(RESNET, "paper") == RESNET.variants[2]
+    assert variant(RESNET, "paper", gamma=7.0) == replace(RESNET.variants[2], gamma=7.0)
+    assert CACHE in NANO.variants
+    assert variant(NANO, "cache", gamma=7.0) == replace(CACHE, gamma=7.0)
+    assert variant(NANO, gamma=7.0, max_age=3) == replace(CACHE, gamma=7.0, max_age=3)
 
 
 def test_a_new_kind_has_the_settings_of_its_relative():
-    gram = RESNET.variants[1]
-    assert variant(RESNET, "stale", max_age=3) == replace(gram, kind="stale", max_age=3)
+    _, gram, paper = RESNET.variants
+    assert variant(RESNET, "stale") == replace(gram, kind="stale")
+    own = OptimizerConfig("cache").gamma
+    assert paper.gamma != own and variant(RESNET, "cache") == replace(paper, kind="cache", gamma=own)
+    assert variant(RESNET, max_age=3) == replace(paper, kind="cache", gamma=own, max_age=3)
     assert variant(RESNET, "adamw") == replace(RESNET.variants[0], kind="adamw")
 
 
@@ -46,9 +51,10 @@ def test_a_new_kind_has_the_settings_of_its_relative():
     "kind, settings, message",
     [
         ("sgd", {}, r"optimizer must be one of 'polar', .*'stale', got 'sgd'"),
-        ("gram", {"gamma": 2.0}, "gamma goes with optimizer 'cache', got 'gram'"),
-        ("adamw", {"max_age": 2}, "max_age goes with optimizer 'cache' or 'stale', got 'adamw'"),
-        ("cache", {"probe": "guess"}, "optimizer.probe must be one of 'exact', 'sketch', got 'guess'"),
+        ("gram", {"gamma": 2.0}, "gamma goes with optimizer 'paper' or 'cache', got 'gram'"),
+        ("adamw", {"max_age": 2}, "max_age goes with optimizer 'cache', got 'adamw'"),
+        ("paper", {"max_age": 2}, "max_age goes with optimizer 'cache', got 'paper'"),
+        ("cache", {"max_age": -1}, "optimizer.max_age must be an integer of at least 0, got -1"),
     ],
 )
 def test_a_wrong_variant_is_named(kind, settings, message):
@@ -57,14 +63,14 @@ def test_a_wrong_variant_is_named(kind, settings, message):
 
 
 def test_a_run_is_named_after_the_optimizer_that_results():
-    assert configure(NANO, CACHE, ["optimizer.gamma=3", "steps=9"]).name == "gpt2-nano-cache-gamma3"
-    assert configure(NANO, CACHE, ["name=mine", "optimizer.gamma=3"]).name == "mine"
+    assert configure(NANO, PAPER, ["optimizer.gamma=3", "steps=9"]).name == "gpt2-nano-paper-gamma3"
+    assert configure(NANO, PAPER, ["name=mine", "optimizer.gamma=3"]).name == "mine"
 
 
 def test_the_plan_has_every_optimizer_with_every_seed():
     runs = plan(RESNET, seeds=2, overrides=["steps=9"])
     assert list(runs) == [
-        f"{slug}-s{seed}" for seed in (42, 43) for slug in ("polar", "gram", "cache-gamma20")
+        f"{slug}-s{seed}" for seed in (42, 43) for slug in ("polar", "gram", "paper-gamma20")
     ]
     assert {run.steps for run in runs.values()} == {9}
     assert runs["gram-s43"] == replace(runs["gram-s42"], seed=43)
@@ -78,14 +84,14 @@ def test_equal_optimizers_are_one_but_unequal_ones_need_two_folders():
     assert list(plan(NANO, variants=[GRAM, GRAM])) == ["gram-s0"]
     with pytest.raises(ValueError, match="two of the optimizers are 'GramMuon'"):
         plan(NANO, variants=[GRAM, replace(GRAM, lr=0.5)])
-    with pytest.raises(ValueError, match="two of the optimizers are 'CacheMuon gamma=3'"):
+    with pytest.raises(ValueError, match=r"two of the optimizers are 'CacheMuon\.paper gamma=3'"):
         plan(NANO, overrides=["optimizer.gamma=3"])
     with pytest.raises(ValueError, match="seeds must be an integer of at least 1, got 0"):
         plan(NANO, seeds=0)
 
 
 def test_all_optimizers_see_the_same_batches_from_the_same_weights(tiny, tmp_path):
-    reusing = variant(tiny, "cache", gamma=1000.0)
+    reusing = variant(tiny, "paper", gamma=1000.0)
     variants = [POLAR, GRAM, reusing, variant(tiny, "adamw"), variant(tiny, "stale")]
     runs = compare(tiny, tmp_path / "out", variants=variants, seeds=2)
     assert [run.folder.name for run in runs] == list(plan(tiny, variants=variants, seeds=2))
@@ -103,7 +109,7 @@ def test_progress_says_which_run_it_is(tiny, tmp_path):
     assert list(dict.fromkeys(s["label"] for s in states)) == [
         "PolarExpMuon",
         "GramMuon",
-        "CacheMuon gamma=2",
+        "CacheMuon.paper gamma=2",
     ]
 
 
@@ -151,7 +157,8 @@ def test_the_demonstration_is_gpt2_nano():
     assert full.base == replace(NANO.base, steps=300) and quick.base.steps < 10
     assert full.variants == quick.variants
     assert [one.label for one in full.variants] == [
-        *("PolarExpMuon", "GramMuon", "CacheMuon gamma=2", "CacheMuon gamma=5", "CacheMuon gamma=15"),
-        "CacheMuon gamma=5, sketch",
+        *("PolarExpMuon", "GramMuon"),
+        *("CacheMuon.paper gamma=2", "CacheMuon.paper gamma=5", "CacheMuon.paper gamma=15"),
+        "CacheMuon",
     ]
     assert all(isinstance(one, OptimizerConfig) and one.lr == GRAM.lr for one in full.variants)

@@ -19,7 +19,7 @@ GPT2 = RunConfig(
     name="tiny",
     model=GPT2Config(layers=1, heads=2, width=32, context=16, vocabulary=256),
     data=DataConfig("python"),
-    optimizer=OptimizerConfig("cache", gamma=2.0),
+    optimizer=OptimizerConfig("paper", gamma=2.0),
     schedule=ScheduleConfig("plateau_linear"),
     steps=10,
     batch_size=2,
@@ -83,10 +83,12 @@ def test_text_that_is_no_json_is_refused():
     ("make", "message"),
     [
         (lambda: OptimizerConfig("sgd"), "optimizer.kind must be one of 'polar', .*'stale', got 'sgd'"),
-        (lambda: OptimizerConfig("cache", probe="no"), "optimizer.probe must be one of 'exact', 'sketch'"),
+        (lambda: OptimizerConfig("cache", gate="no"), "optimizer.gate must be one of 'sync', 'lagged', got"),
         (lambda: OptimizerConfig("gram", lr=-1.0), r"optimizer.lr must be a number >= 0, got -1.0"),
         (lambda: OptimizerConfig("gram", momentum=1.0), r"optimizer.momentum must be in \[0, 1\), got 1.0"),
         (lambda: OptimizerConfig("cache", max_age=-1), "optimizer.max_age must be an integer of at least 0"),
+        (lambda: OptimizerConfig("cache", clip=-0.5), "optimizer.clip must be a number >= 0, got -0.5"),
+        (lambda: OptimizerConfig("stale", period=0), "optimizer.period must be an integer of at least 1"),
         (lambda: DataConfig("mnist"), "data.kind must be one of 'python', 'tokens', 'cifar10', got 'mnist'"),
         (lambda: DataConfig("cifar10", context=8), "data.context must be None"),
         (lambda: ScheduleConfig("step"), "schedule.kind must be one of .*got 'step'"),
@@ -100,7 +102,7 @@ def test_text_that_is_no_json_is_refused():
         ),
         (lambda: replace(GPT2, ages=(2, 1)), r"ages must be increasing integers .* got \(2, 1\)"),
         (lambda: replace(GPT2, diagnostics="age"), "optimizer.kind must be 'gram' for diagnostics='age'"),
-        (lambda: replace(RESNET, diagnostics="gate"), "optimizer.kind must be 'cache'"),
+        (lambda: replace(RESNET, diagnostics="gate"), "optimizer.kind must be 'paper' or 'cache' for"),
         (lambda: replace(GPT2, data=DataConfig("cifar10")), "data.kind must be 'python' or 'tokens'"),
         (lambda: replace(RESNET, data=DataConfig("python")), "data.kind must be 'cifar10'"),
         (lambda: replace(GPT2, data=DataConfig("python", context=17)), "data.context must be at most .*16"),
@@ -122,6 +124,8 @@ def test_overrides_are_typed():
             "optimizer.gamma=3",
             "optimizer.adam_betas=0.8,0.95",
             "optimizer.max_age=7",
+            "optimizer.clip=0.75",
+            "optimizer.guard=false",
             "model.width=64",
             "model.bias=false",
             "steps=100",
@@ -135,6 +139,7 @@ def test_overrides_are_typed():
     assert isinstance(changed.optimizer.gamma, float)
     assert changed.optimizer.adam_betas == (0.8, 0.95)
     assert (changed.optimizer.max_age, changed.validation_batches) == (7, None)
+    assert (changed.optimizer.clip, changed.optimizer.guard) == (0.75, False)
     assert (changed.model.width, changed.model.bias) == (64, False)
     assert (changed.data.path, changed.autocast, changed.ages) == ("/a=b", "bfloat16", (1, 2, 4))
     assert GPT2.steps == 10
@@ -188,11 +193,22 @@ def test_differences_name_dotted_keys():
         (OptimizerConfig("jordan"), "Muon (Jordan)", "jordan"),
         (OptimizerConfig("adamw"), "AdamW", "adamw"),
         (OptimizerConfig("stale"), "StaleMuon", "stale"),
-        (OptimizerConfig("stale", max_age=4), "StaleMuon, max_age=4", "stale-age4"),
-        (OptimizerConfig("cache"), "CacheMuon gamma=5", "cache-gamma5"),
+        (OptimizerConfig("stale", period=4), "StaleMuon period=4", "stale-period4"),
+        (OptimizerConfig("paper"), "CacheMuon.paper gamma=5", "paper-gamma5"),
+        (OptimizerConfig("paper", gamma=0.5), "CacheMuon.paper gamma=0.5", "paper-gamma0.5"),
+        (OptimizerConfig("paper", max_age=8, guard=False), "CacheMuon.paper gamma=5", "paper-gamma5"),
+        (OptimizerConfig("cache"), "CacheMuon", "cache"),
+        (OptimizerConfig("cache", lr=0.5, period=4), "CacheMuon", "cache"),
         (OptimizerConfig("cache", gamma=0.5), "CacheMuon gamma=0.5", "cache-gamma0.5"),
-        (OptimizerConfig("cache", probe="sketch"), "CacheMuon gamma=5, sketch", "cache-gamma5-sketch"),
-        (OptimizerConfig("cache", max_age=8), "CacheMuon gamma=5, max_age=8", "cache-gamma5-age8"),
+        (OptimizerConfig("cache", max_age=8), "CacheMuon max_age=8", "cache-age8"),
+        (OptimizerConfig("cache", clip=0.75), "CacheMuon clip=0.75", "cache-clip0.75"),
+        (OptimizerConfig("cache", gate="lagged"), "CacheMuon gate=lagged", "cache-gatelagged"),
+        (OptimizerConfig("cache", guard=False), "CacheMuon guard=False", "cache-guardFalse"),
+        (
+            OptimizerConfig("cache", gamma=2.0, vectors=4, max_age=8, gate="lagged"),
+            "CacheMuon gamma=2, vectors=4, max_age=8, gate=lagged",
+            "cache-gamma2-vectors4-age8-gatelagged",
+        ),
     ],
 )
 def test_labels_and_slugs(optimizer, label, slug):

@@ -21,7 +21,7 @@ def config(tmp_path):
         name="tiny",
         model=GPT2Config(layers=1, heads=2, width=32, context=16, vocabulary=256, dropout=0.1),
         data=DataConfig("python", path=str(corpus)),
-        optimizer=OptimizerConfig("cache", gamma=1.5, lr=0.01),
+        optimizer=OptimizerConfig("paper", gamma=1.5, lr=0.01),
         schedule=ScheduleConfig("plateau_linear"),
         steps=12,
         batch_size=4,
@@ -42,8 +42,9 @@ def same_bits(one, other):
 @pytest.mark.parametrize(
     ("diagnostics", "optimizer"),
     [
-        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01)),
-        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, probe="sketch", max_age=3)),
+        ("gate", OptimizerConfig("paper", gamma=1.5, lr=0.01)),
+        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.0)),
+        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.25, guard=False)),
         ("age", OptimizerConfig("gram", lr=0.01)),
     ],
 )

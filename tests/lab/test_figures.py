@@ -38,15 +38,14 @@ def line(axes, label):
 def test_quality_draws_the_mean_of_the_validations_and_names_the_best(comparison, runs):
     figure, caption = quality(comparison)
     left, right = figure.axes
-    x, y = line(left, shown("CacheMuon gamma=15 (3.105)"))
-    seeds = [run.validations for run in runs if run.folder.name in ("cache-15-0", "cache-15-1")]
+    x, y = line(left, shown("CacheMuon.paper gamma=15 (3.105)"))
+    seeds = [run.validations for run in runs if run.folder.name in ("paper-15-0", "paper-15-1")]
     assert list(x) == [validation["step"] for validation in seeds[0]]
     assert np.allclose(y, [(a["loss"] + b["loss"]) / 2 for a, b in zip(*seeds, strict=True)])
     assert comparison.title in caption and "standard deviation" in caption
     labels = [text.get_text() for text in right.get_yticklabels()]
-    assert (
-        labels[:2] == [shown("CacheMuon gamma=2"), shown("CacheMuon gamma=5")] and labels[-1] == "StaleMuon"
-    )
+    assert labels[:2] == [shown("CacheMuon.paper gamma=2"), shown("CacheMuon.paper gamma=5")]
+    assert labels[-2:] == [shown("CacheMuon gamma=10"), "StaleMuon"]
 
 
 def test_quality_draws_the_savings_against_both_baselines_as_bars(comparison):
@@ -60,7 +59,7 @@ def test_quality_draws_the_savings_against_both_baselines_as_bars(comparison):
 
 
 def test_quality_without_a_baseline_has_no_bars(tmp_path):
-    cached = write_run(tmp_path / "a", OptimizerConfig("cache"), hits=5)
+    cached = write_run(tmp_path / "a", OptimizerConfig("paper"), hits=5)
     assert len(quality(compare([cached]))[0].axes) == 1
 
 
@@ -91,7 +90,7 @@ def test_gate_draws_medians_over_matrices(runs):
     taken = {s: [p["cosine"] for p in probes if p["accepted"]] for s, probes in by_step.items()}
     assert np.allclose(y, [np.median(taken[step]) for step in x])
     assert list(line(a, "threshold")[1]) == [5, 5] and list(line(c, "threshold")[0]) == [5, 5]
-    assert "792 probes" in caption and shown("CacheMuon gamma=5") in caption
+    assert "792 probes" in caption and shown("CacheMuon.paper gamma=5") in caption
 
     rates = [np.mean([probe["accepted"] for probe in by_step[step]]) for step in sorted(by_step)]
     smooth = [np.mean(rates[max(0, i - 7) : i + 8]) for i in range(len(rates))]
@@ -100,7 +99,7 @@ def test_gate_draws_medians_over_matrices(runs):
 
 
 def test_gate_bins_residuals_up_to_fifty(tmp_path):
-    run = write_run(tmp_path / "a", OptimizerConfig("cache"), diagnostics="gate", steps=2)
+    run = write_run(tmp_path / "a", OptimizerConfig("paper"), diagnostics="gate", steps=2)
     made = [(0.5, 0.9), (0.6, 0.8), (49.9, 0.3), (50.1, -1.0), (math.inf, math.nan)]
     run.probes[:] = [
         {"step": 2, "residual": residual, "cosine": cosine, "accepted": residual < 5}
@@ -157,8 +156,9 @@ def test_frontier_places_each_optimizer_by_its_flops_and_loss(comparison):
             assert (data.get_xdata()[0], data.get_ydata()[0]) == (1 - saved.mean, loss.mean)
             if loss.spread is not None:
                 assert sorted(cap.get_ydata()[0] for cap in caps)[0] == pytest.approx(loss.mean - loss.spread)
-    gammas = [points[shown(f"CacheMuon gamma={gamma}")][0].get_xdata()[0] for gamma in (2, 5, 10, 15)]
-    assert any(list(one.get_xdata()) == gammas for one in right.lines)
+    for name, gammas in (("CacheMuon.paper", (15, 10, 5, 2)), ("CacheMuon", (10, 2))):  # fewer FLOPs first
+        joined = [points[shown(f"{name} gamma={gamma}")][0].get_xydata()[0] for gamma in gammas]
+        assert any(np.array_equal(one.get_xydata(), joined) for one in right.lines)
 
 
 def test_work_adds_up(comparison):
@@ -199,7 +199,7 @@ def test_several_tasks_and_several_diagnosed_optimizers_are_numbered(tmp_path):
     made = [
         write_run(tmp_path / "short", GRAM, steps=10),
         *(
-            write_run(tmp_path / str(gamma), OptimizerConfig("cache", gamma=gamma), diagnostics="gate")
+            write_run(tmp_path / str(gamma), OptimizerConfig("paper", gamma=gamma), diagnostics="gate")
             for gamma in (2.0, 5.0)
         ),
     ]
@@ -210,9 +210,10 @@ def test_several_tasks_and_several_diagnosed_optimizers_are_numbered(tmp_path):
 
 def test_colours_are_fixed_and_lines_can_be_told_apart(comparison):
     ours = {drawing.colour(optimizer) for optimizer in nano_optimizers()}
-    assert len(ours) == 7  # the two sketched probes share those of their gammas
-    sketched = replace(OptimizerConfig("cache"), probe="sketch", lr=0.5)
-    assert drawing.colour(sketched) == drawing.colour(OptimizerConfig("cache")) == "#e69f00"
+    assert len(ours) == len(nano_optimizers()) == 8
+    paper, cache = OptimizerConfig("paper", gamma=5.0), OptimizerConfig("cache", gamma=5.0)
+    assert drawing.colour(replace(paper, lr=0.5)) == drawing.colour(paper) == "#e69f00"
+    assert drawing.colour(replace(cache, gamma=2.0)) == drawing.colour(cache) == drawing.COLOURS["cache"]
     styles = [tuple(style.values()) for style in drawing.styles(comparison.rows)]
     assert len(set(styles)) == len(styles)
 

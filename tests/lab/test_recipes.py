@@ -125,7 +125,7 @@ def test_the_settings_of_resnet_differ_by_optimizer():
     settings = {v.kind: (v.lr, v.momentum, v.gamma, v.head) for v in recipe("resnet18-cifar10").variants}
     assert settings["polar"][:2] == (0.01, 0.9)
     assert settings["gram"][:2] == (0.02, 0.95)
-    assert settings["cache"] == (0.01, 0.9, 20.0, "muon")
+    assert settings["paper"] == (0.01, 0.9, 20.0, "muon")
     base = recipe("resnet18-cifar10").base
     assert (base.steps, base.batch_size, base.seed, base.schedule.kind) == (39_100, 128, 42, "cosine")
 

@@ -15,7 +15,7 @@ from cachemuon_lab.config import DataConfig, OptimizerConfig
 from cachemuon_lab.report import write_report
 from cachemuon_lab.tables import COLUMNS, DASH, compare, shown, tasks, to_html, to_markdown, to_rich
 
-GRAM, POLAR, CACHE = OptimizerConfig("gram"), OptimizerConfig("polar"), OptimizerConfig("cache")
+GRAM, POLAR, CACHE = OptimizerConfig("gram"), OptimizerConfig("polar"), OptimizerConfig("paper")
 COLUMN = {column.key: column for column in COLUMNS}
 EVIL = '<script>alert("x")</script>&|'
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -42,7 +42,7 @@ def text(comparison, label, key):
 
 
 def test_the_numbers_of_a_row(runs):
-    comparison, label = compare(runs), "CacheMuon gamma=5"
+    comparison, label = compare(runs), "CacheMuon.paper gamma=5"
     paper = 8 * 102 + 99 * (5 * 25 + 3 * 128)  # GFLOPs: a cold step, then five hits and three misses
     executed = 8 * 95 + 99 * (5 * 20 + 3 * 110)
     assert cell(comparison, label, "paper").mean == paper * 1e9
@@ -61,17 +61,17 @@ def test_the_numbers_of_a_row(runs):
 
 def test_seeds_are_merged(runs):
     comparison = compare(runs)
-    loss = cell(comparison, "CacheMuon gamma=10", "loss")
+    loss = cell(comparison, "CacheMuon.paper gamma=10", "loss")
     assert loss.mean == pytest.approx(3.065) and loss.spread == pytest.approx(statistics.stdev([3.06, 3.07]))
-    assert text(comparison, "CacheMuon gamma=10", "loss") == "3.065 ± 0.007"
-    assert text(comparison, "CacheMuon gamma=10", "n") == "2"
-    assert text(comparison, "CacheMuon gamma=2, sketch", "loss") == "3.010"  # one run has no spread
+    assert text(comparison, "CacheMuon.paper gamma=10", "loss") == "3.065 ± 0.007"
+    assert text(comparison, "CacheMuon.paper gamma=10", "n") == "2"
+    assert text(comparison, "CacheMuon gamma=2", "loss") == "3.010"  # one run has no spread
 
 
 def test_rows_have_one_order_whatever_that_of_the_runs(runs):
     labels = [row.label for row in compare(runs[::-1]).rows]
-    assert labels[:4] == ["PolarExpMuon", "GramMuon", "CacheMuon gamma=2", "CacheMuon gamma=5"]
-    assert labels[-2:] == ["CacheMuon gamma=5, sketch", "StaleMuon"]
+    assert labels[:4] == ["PolarExpMuon", "GramMuon", "CacheMuon.paper gamma=2", "CacheMuon.paper gamma=5"]
+    assert labels[-3:] == ["CacheMuon gamma=2", "CacheMuon gamma=10", "StaleMuon"]
 
 
 def test_a_diagnosed_run_is_no_further_seed(runs):
@@ -83,14 +83,14 @@ def test_a_diagnosed_run_is_no_further_seed(runs):
 
 def test_without_a_baseline_there_is_a_dash(tmp_path):
     comparison = compare([write_run(tmp_path / "a", CACHE, hits=5), write_run(tmp_path / "b", POLAR)])
-    assert text(comparison, "CacheMuon gamma=5", "saved_paper_gram") == DASH
-    assert text(comparison, "CacheMuon gamma=5", "saved_paper_polar") == "48.8 %"
+    assert text(comparison, "CacheMuon.paper gamma=5", "saved_paper_gram") == DASH
+    assert text(comparison, "CacheMuon.paper gamma=5", "saved_paper_polar") == "48.8 %"
 
 
 def test_a_baseline_with_more_matrices_is_none(tmp_path):
     gram = write_run(tmp_path / "a", replace(GRAM, head="muon"))
     comparison = compare([gram, write_run(tmp_path / "b", CACHE, hits=5)])
-    assert text(comparison, "CacheMuon gamma=5", "saved_paper_gram") == DASH
+    assert text(comparison, "CacheMuon.paper gamma=5", "saved_paper_gram") == DASH
 
 
 def test_an_optimizer_without_matrices_has_no_flops(tmp_path):
@@ -105,8 +105,8 @@ def test_an_unfinished_run_is_marked_and_compared_over_the_steps_it_has(tmp_path
     cached, gram = write_run(tmp_path / "a", CACHE, hits=5, done=40), write_run(tmp_path / "b", GRAM)
     comparison = compare([cached, gram])
     expected = 1 - (8 * 102 + 39 * (5 * 25 + 3 * 128)) / 32_000
-    assert cell(comparison, "CacheMuon gamma=5", "saved_paper_gram").mean == pytest.approx(expected)
-    assert comparison.rows[1].title == shown("CacheMuon gamma=5 (unfinished: step 40 of 100)")
+    assert cell(comparison, "CacheMuon.paper gamma=5", "saved_paper_gram").mean == pytest.approx(expected)
+    assert comparison.rows[1].title == shown("CacheMuon.paper gamma=5 (unfinished: step 40 of 100)")
     for form in (to_markdown(comparison), to_html(comparison)):
         assert "unfinished: step 40 of 100" in form
 
@@ -237,9 +237,9 @@ def test_the_page_can_be_read_by_all(page):
 
 def test_the_page_tells_results_differences_environment_and_repetition(page):
     words = " ".join(Checked(page).words)
-    assert (
-        shown("CacheMuon gamma=5: best validation loss 3.035 ± 0.007, hit rate 61.9 %. Saves 36.0 %") in words
-    )
+    best = shown("CacheMuon.paper gamma=5: best validation loss 3.035 ± 0.007, hit rate 61.9 %.")
+    assert f"{best} Saves 36.0 %" in words
+    assert shown("CacheMuon gamma=2: best validation loss 3.010, hit rate 24.8 %. Saves") in words
     assert "optimizer.gamma" in words and "A processor" in words and ENVIRONMENT["git"] in words
     assert "RunConfig.from_json" in words
 

@@ -67,12 +67,12 @@ def test_every_point_is_a_run(tiny, tmp_path):
 
 
 def test_the_best_is_told_as_overrides_and_as_a_recipe_has_it(tiny, tmp_path):
-    result = sweep(tiny, tmp_path / "out", grid=GRID, optimizer=variant(tiny, "cache", gamma=3.0), trials=1)
+    result = sweep(tiny, tmp_path / "out", grid=GRID, optimizer=variant(tiny, "paper", gamma=3.0), trials=1)
     lr = result.best.settings["optimizer.lr"]
     assert result.overrides == [f"optimizer.lr={lr}", "optimizer.momentum=0.9", "optimizer.adam_lr=0.002"]
-    best = with_overrides(tiny.run(variant(tiny, "cache", gamma=3.0)), result.overrides).optimizer
+    best = with_overrides(tiny.run(variant(tiny, "paper", gamma=3.0)), result.overrides).optimizer
     assert eval(result.optimizer, {"OptimizerConfig": OptimizerConfig}) == best
-    assert result.optimizer.startswith('OptimizerConfig("cache"') and "gamma=3.0" in result.optimizer
+    assert result.optimizer.startswith('OptimizerConfig("paper"') and "gamma=3.0" in result.optimizer
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from cachemuon import GramNS, StandardNS, flops
+from cachemuon import CacheMuon, GramNS, StandardNS, flops
 from cachemuon_lab import train as train_module
 from cachemuon_lab.checkpoint import load
-from cachemuon_lab.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, with_overrides
+from cachemuon_lab.config import (
+    CACHE_SETTINGS,
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    with_overrides,
+)
 from cachemuon_lab.data.images import ImageBatches
 from cachemuon_lab.models import GPT2Config, ResNetConfig, build
 from cachemuon_lab.optimizers import Meter, StaleMuon, make_optimizer
@@ -21,8 +28,10 @@ from cachemuon_lab.train import Interrupted, train
 OPTIMIZERS = [
     OptimizerConfig("polar"),
     OptimizerConfig("gram"),
-    OptimizerConfig("cache", gamma=2.0),
-    OptimizerConfig("cache", gamma=2.0, probe="sketch", max_age=2),
+    OptimizerConfig("paper", gamma=2.0),
+    OptimizerConfig("cache", gamma=2.0, max_age=2, clip=0.0),
+    OptimizerConfig("cache", gamma=2.0, max_age=3, clip=0.25, guard=False),
+    OptimizerConfig("cache", gamma=2.0, max_age=3, clip=0.25, gate="lagged", guard=False),
     OptimizerConfig("jordan"),
     OptimizerConfig("adamw"),
     OptimizerConfig("stale"),
@@ -73,7 +82,7 @@ def gpt2(corpus, **changes):
         name="tiny",
         model=GPT2Config(layers=1, heads=2, width=32, context=16, vocabulary=256, dropout=0.1),
         data=DataConfig("python", path=str(corpus)),
-        optimizer=OptimizerConfig("cache", gamma=2.0),
+        optimizer=OptimizerConfig("paper", gamma=2.0),
         schedule=ScheduleConfig("plateau_linear"),
         steps=7,
         batch_size=2,
@@ -90,7 +99,7 @@ def resnet(cifar, **changes):
         name="tiny",
         model=ResNetConfig(width=4),
         data=DataConfig("cifar10", path=str(cifar)),
-        optimizer=OptimizerConfig("cache", gamma=20.0, head="muon"),
+        optimizer=OptimizerConfig("paper", gamma=20.0, head="muon"),
         schedule=ScheduleConfig("cosine"),
         steps=6,
         batch_size=16,
@@ -351,16 +360,34 @@ def test_micro_batches_must_be_divisible():
 
 def test_optimizers_are_what_their_names_say():
     model = build(GPT2Config(layers=1, heads=2, width=32, context=16, vocabulary=256))
-    made = {config.kind: make_optimizer(config, model) for config in OPTIMIZERS if config.max_age is None}
+    made = {config.kind: make_optimizer(config, model) for config in reversed(OPTIMIZERS)}
     assert isinstance(made["polar"].param_groups[0]["solver"], StandardNS)
     assert made["polar"].param_groups[0]["solver"] != made["jordan"].param_groups[0]["solver"]
     assert made["gram"].param_groups[0]["solver"] == GramNS()
-    assert made["cache"].param_groups[0]["probe"] == "exact"
+    paper = made["paper"].param_groups[0]
+    assert (paper["probe"], paper["gamma"], paper["max_age"], paper["clip"]) == ("exact", 2.0, None, 0.0)
+    assert (paper["gate"], paper["guard"]) == ("sync", False)
     assert made["adamw"].param_groups[0]["lr"] == 2e-3
-    sketch = make_optimizer(OPTIMIZERS[3], model).param_groups[0]
-    assert (sketch["probe"], sketch["gamma"], sketch["max_age"], sketch["vectors"]) == ("sketch", 2.0, 2, 8)
+    cache = made["cache"].param_groups[0]
+    assert (cache["probe"], cache["gamma"], cache["max_age"], cache["vectors"]) == ("sketch", 2.0, 2, 8)
+    assert made["stale"].param_groups[0]["period"] == 2
     adam = made["gram"].param_groups[-1]
     assert (adam["use_muon"], adam["lr"], adam["betas"], adam["eps"]) == (False, 2e-3, (0.9, 0.999), 1e-8)
+
+
+def test_cachemuon_has_all_settings_of_its_configuration():
+    settings = {"gamma": 3.0, "vectors": 4, "max_age": 9, "clip": 0.75, "gate": "lagged", "guard": False}
+    assert settings.keys() == set(CACHE_SETTINGS)
+    optimizer = make_optimizer(OptimizerConfig("cache", **settings), build(ResNetConfig(width=4)))
+    group = optimizer.param_groups[0]
+    assert {name: group[name] for name in settings} == settings
+
+
+def test_the_defaults_are_those_of_cachemuon():
+    """Else a run called CacheMuon would not be what `CacheMuon(params)` is."""
+    config, optimizer = OptimizerConfig("cache"), CacheMuon([torch.nn.Parameter(torch.eye(3))])
+    for name in CACHE_SETTINGS:
+        assert getattr(config, name) == optimizer.defaults[name], name
 
 
 def test_the_head_goes_where_it_is_told():
@@ -373,7 +400,7 @@ def test_the_head_goes_where_it_is_told():
 def test_stale_takes_its_previous_direction_again(shape):
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(shape))
-    optimizer = StaleMuon([parameter], lr=1.0, weight_decay=0.0, max_age=2)
+    optimizer = StaleMuon([parameter], lr=1.0, weight_decay=0.0, period=3)
     moves, momentum, expected = [], torch.zeros(shape), []
     for step in range(6):
         gradient = torch.randn(shape, generator=generator)
@@ -401,9 +428,9 @@ def test_stale_leaves_a_matrix_whose_gradient_is_not_finite():
     assert optimizer.cache_stats()["matrices"]["group0.param0"]["misses"]["non-finite"] == 1
 
 
-def test_stale_with_age_zero_is_gram(corpus, tmp_path):
+def test_stale_with_period_one_is_gram(corpus, tmp_path):
     for kind in ("gram", "stale"):
-        train(gpt2(corpus, optimizer=OptimizerConfig(kind, max_age=0)), tmp_path / kind)
+        train(gpt2(corpus, optimizer=OptimizerConfig(kind, period=1)), tmp_path / kind)
     assert same_bits(weights(tmp_path / "gram"), weights(tmp_path / "stale"))
 
 
@@ -411,7 +438,7 @@ def test_the_meter_changes_nothing():
     moved = []
     for metered in (False, True):
         parameter = torch.nn.Parameter(torch.eye(3, 5))
-        optimizer = make_optimizer(OptimizerConfig("cache"), torch.nn.ParameterList([parameter]))
+        optimizer = make_optimizer(OptimizerConfig("paper"), torch.nn.ParameterList([parameter]))
         step = Meter(optimizer, torch.device("cpu")).step if metered else optimizer.step
         for _ in range(3):
             parameter.grad = torch.ones(3, 5).tril()
