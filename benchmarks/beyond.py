@@ -5,9 +5,10 @@
 The text is `train.bin` and `val.bin` with bytes as uint16 (`cachemuon prepare text --tokenizer bytes`); with
 `--vocabulary DIR`, GPT-2's `encoder.json` and `vocab.bpe`, it is in GPT-2's tokens, and made bytes in the
 folder of the study. The images are CIFAR-10's binary files. Every method is tuned over the same learning
-rates with the first seed, and trained at its best with all; then one setting of CacheMuon is changed at a
-time. A run has one thread. Called again, the study goes on: finished runs are read. At its end it writes
-`beyond.json` and `beyond.png`, and with `--page` the tables of that page.
+rates with the first seed, and trained at its best with all; the paper's other gammas have the rate of gamma
+5. Then one setting of CacheMuon is changed at a time. A run has one thread. Called again, the study goes on:
+finished runs are read. At its end it writes `beyond.json` and `beyond.png`, and with `--page` the tables of
+that page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from cachemuon import GramNS
+from cachemuon import CacheGNS, GramNS
 from cachemuon.flops import GPT2_SMALL, executed_by
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
-from cachemuon_lab.config import OptimizerConfig, RunConfig
+from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig
 from cachemuon_lab.data.prepare import SPLITS
 from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS
 from cachemuon_lab.performance import Cells, renewed
@@ -50,16 +51,24 @@ METHODS = (
     replace(BASE, kind="jordan"),
     replace(BASE, kind="stale"),
     replace(BASE, kind="adamw"),
-    *(replace(BASE, kind="paper", gamma=gamma) for gamma in (2.0, 5.0, 15.0)),
+    replace(BASE, kind="paper", gamma=5.0),
     replace(BASE, kind="cache"),
 )
-ABLATIONS: dict[str, tuple[str, ...]] = {
-    "clip": ("0", "0.03125", "0.0625", "0.125"),
-    "max_age": ("1", "3", "6", "9", "16", "none"),
-    "gamma": ("1", "2.5", "5", "1000"),
+PAPER, OURS = METHODS[-2:]
+GAMMAS = {"text": (2.0, 15.0), "images": ()}
+ABLATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "text": {
+        "optimizer.clip": ("0", "0.03125", "0.125"),
+        "optimizer.max_age": ("1", "3", "12", "none"),
+        "optimizer.gamma": ("5",),
+        "optimizer.gate": ("lagged",),
+        "optimizer.momentum": ("0.9", "0.98"),
+        "batch_size": ("4", "16"),
+    },
+    "images": {"optimizer.clip": ("0", "0.125"), "optimizer.max_age": ("1", "12")},
 }
-SHARED: dict[str, tuple[str, ...]] = {"optimizer.momentum": ("0.9", "0.98"), "batch_size": ("4", "16")}
-"""What is changed for GramMuon too, on text."""
+SHARED = ("optimizer.momentum", "batch_size")
+"""What is changed for GramMuon too."""
 
 
 class Job(NamedTuple):
@@ -74,16 +83,8 @@ class Job(NamedTuple):
     def slug(self) -> str:
         """The name of its folder."""
         rate = self.optimizer.adam_lr if self.optimizer.kind == "adamw" else self.optimizer.lr
-        told = [setting.rpartition(".")[2].replace("=", "") for setting in self.settings]
+        told = [setting.removeprefix("optimizer.").replace("=", "") for setting in self.settings]
         return "-".join([self.task, self.optimizer.slug, f"lr{rate:g}", *told, f"s{self.seed}"])
-
-
-def at_rate(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
-    return replace(optimizer, **{"adam_lr" if optimizer.kind == "adamw" else "lr": rate})
-
-
-def rates(optimizer: OptimizerConfig) -> tuple[float, ...]:
-    return RATES["adamw" if optimizer.kind == "adamw" else "muon"]
 
 
 class Study:
@@ -111,49 +112,45 @@ class Study:
 
     def results(self) -> dict[str, Any]:
         """Train everything, and sum it up: for each task its methods and ablations."""
-        found: dict[str, Any] = {}
-        grid = self.run(
-            Job(task, at_rate(method, rate), SEEDS[0])
-            for task in self.data
-            for method in METHODS
-            for rate in rates(method)
-        )
-        best = {
-            (task, method): min(
-                (at_rate(method, rate) for rate in rates(method)),
-                key=lambda tuned, task=task: _loss(grid[Job(task, tuned, SEEDS[0])]),
-            )
-            for task in self.data
-            for method in METHODS
-        }
-        tuned = self.run(Job(task, method, seed) for (task, _), method in best.items() for seed in SEEDS)
-        changed = self.run(job for task in self.data for job in ablations(task, best))
+        grid = self.run(job for task in self.data for method in METHODS for job in search(task, method))
+        tuned = {}
         for task in self.data:
-            methods = []
             for method in METHODS:
-                runs = [tuned[Job(task, best[task, method], seed)] for seed in SEEDS]
-                searched = {
-                    f"{rate:g}": _loss(grid[Job(task, at_rate(method, rate), SEEDS[0])])
-                    for rate in rates(method)
-                }
-                methods.append(summary(runs) | {"rates": searched})
-            rows = [
-                {"settings": list(job.settings), "label": job.optimizer.label, **summary([run])}
-                for job, run in changed.items()
-                if job.task == task
-            ]
-            found[task] = {"methods": methods, "ablations": rows}
-        return found
+                best = min(search(task, method), key=lambda job: _loss(grid[job])).optimizer
+                tuned[task, method] = best
+        rows = {task: [tuned[task, method] for method in METHODS] for task in self.data}
+        for task in self.data:
+            rows[task] += [replace(tuned[task, PAPER], gamma=gamma) for gamma in GAMMAS[task]]
+        seeds = self.run(Job(task, one, seed) for task in self.data for one in rows[task] for seed in SEEDS)
+        changes = {task: list(ablations(task, tuned[task, OURS], tuned[task, BASE])) for task in self.data}
+        changed = self.run(job for task in self.data for job in changes[task])
+        return {
+            task: {
+                "methods": [summary([seeds[Job(task, one, seed)] for seed in SEEDS]) for one in rows[task]],
+                "rates": {
+                    method.label: [round(_loss(grid[job]), 4) for job in search(task, method)]
+                    for method in METHODS
+                },
+                "ablations": [
+                    {"settings": job.settings[0]} | summary([changed[job]]) for job in changes[task]
+                ],
+            }
+            for task in self.data
+        }
 
 
-def ablations(task: str, best: dict[tuple[str, OptimizerConfig], OptimizerConfig]) -> Iterator[Job]:
-    ours, gram = best[task, METHODS[-1]], best[task, BASE]
-    for name, values in ABLATIONS.items():
+def search(task: str, method: OptimizerConfig) -> list[Job]:
+    """A method at each of the learning rates, with the first seed."""
+    name, values = ("adam_lr", RATES["adamw"]) if method.kind == "adamw" else ("lr", RATES["muon"])
+    return [Job(task, replace(method, **{name: value}), SEEDS[0]) for value in values]
+
+
+def ablations(task: str, ours: OptimizerConfig, gram: OptimizerConfig) -> Iterator[Job]:
+    """One setting of CacheMuon changed at a time; what GramMuon has too is changed for both."""
+    for name, values in ABLATIONS[task].items():
         for value in values:
-            yield Job(task, ours, SEEDS[0], (f"optimizer.{name}={value}",))
-    for name, values in SHARED.items() if task == "text" else ():
-        for value in values:
-            yield from (Job(task, method, SEEDS[0], (f"{name}={value}",)) for method in (gram, ours))
+            for method in (gram, ours) if name in SHARED else (ours,):
+                yield Job(task, method, SEEDS[0], (f"{name}={value}",))
 
 
 def _train(config: RunConfig, folder: Path) -> Run:
@@ -172,7 +169,6 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         outcomes["hit"] = outcomes.get("hit", 0) + line["hits"]
         for reason, number in line["misses"].items():
             outcomes[reason] = outcomes.get(reason, 0) + number
-    seconds = [sum(line["orthogonalization_seconds"] for line in run.steps) for run in runs]
     return {
         "kind": optimizer.kind,
         "label": optimizer.label,
@@ -182,8 +178,16 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "accuracies": [run.validations[-1]["accuracy"] for run in runs],
         "outcomes": {name: number for name, number in outcomes.items() if number},
         "flops": round(mean(run.steps[-1]["flops"] for run in runs)),
-        "seconds": round(mean(seconds), 2),
+        "seconds": round(mean(_seconds(run) for run in runs), 2),
     }
+
+
+def _seconds(run: Run) -> float:
+    """Of the matrix part of all steps; steps with as many solves count by their median, so no busy moment."""
+    alike: dict[int, list[float]] = {}
+    for line in run.steps:
+        alike.setdefault(sum(line["misses"].values()), []).append(line["orthogonalization_seconds"])
+    return sum(len(seconds) * median(seconds) for seconds in alike.values())
 
 
 def share_at_gpt2_small(row: dict[str, Any]) -> float:
@@ -192,8 +196,8 @@ def share_at_gpt2_small(row: dict[str, Any]) -> float:
     calls = sum(row["outcomes"].values())
     for n, m in GPT2_SMALL:
         small, large = min(n, m), max(n, m)
-        rank = round(OptimizerConfig.clip * small) if row["kind"] == "cache" else 0
-        probe = "exact" if row["kind"] == "paper" else "sketch"
+        rank = CacheGNS(clip=OptimizerConfig.clip).rank(small) if row["kind"] == "cache" else 0
+        probe: Any = "exact" if row["kind"] == "paper" else "sketch"
         cost = executed_by(GramNS(), small, large, probe=probe, rank=rank)
         fresh += cost.gram
         spent += sum(cost.price_of(name) * number / calls for name, number in row["outcomes"].items())
@@ -204,66 +208,63 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
     """A title and the cells of each table, for the page."""
     made: dict[str, tuple[str, Cells]] = {}
     for task, found in results.items():
-        gram = next(row for row in found["methods"] if row["kind"] == "gram")
-        made[f"{task}_methods"] = task, _methods(found["methods"], gram)
-        made[f"{task}_rates"] = task, _rates(found["methods"])
-        for name in (*ABLATIONS, *SHARED):
-            rows = [row for row in found["ablations"] if name in row["settings"][0]]
-            if rows:
-                made[f"{task}_{name.rpartition('.')[2]}"] = name, _changed(rows, gram)
+        gram, *_ = (row for row in found["methods"] if row["kind"] == "gram")
+        ours, *_ = (row for row in found["methods"] if row["kind"] == "cache")
+        made[f"{task}_methods"] = f"{task}: methods", _methods(found["methods"], gram)
+        heads = ["", *(f"{rate:g}" for rate in RATES["muon"])]
+        searched = found["rates"] | {f"AdamW ({_list(RATES['adamw'])})": found["rates"]["AdamW"]}
+        del searched["AdamW"]
+        rates = [[name, *(f"{loss:.4f}" for loss in losses)] for name, losses in searched.items()]
+        made[f"{task}_rates"] = f"{task}: learning rates", [heads, *rates]
+        made[f"{task}_ablations"] = f"{task}: ablations", _ablations(found["ablations"], gram, ours)
     return made
 
 
 def _methods(rows: list[dict[str, Any]], gram: dict[str, Any]) -> Cells:
     accuracy = gram["accuracies"][0] is not None
-    heads = ["", "lr", "loss, mean", "of each seed", "to GramMuon", *["accuracy"] * accuracy, "hits"]
-    cells = [[*heads, "FLOPs", "at width 768", "seconds"]]
+    heads = ["", "lr", "loss", "of each seed", "to GramMuon", "worst seed", *["accuracy"] * accuracy]
+    cells = [[*heads, "hits", "FLOPs", "FLOPs at width 768", "seconds"]]
     for row in rows:
-        muon = row["kind"] != "adamw"
-        losses = row["losses"]
-        worst = max(one - other for one, other in zip(losses, gram["losses"], strict=True))
+        muon, losses = row["kind"] != "adamw", row["losses"]
+        apart = [one - other for one, other in zip(losses, gram["losses"], strict=True)]
         cells.append(
             [
                 row["label"],
                 f"{row['lr']:g}",
                 f"{mean(losses):.4f}",
                 ", ".join(f"{loss:.4f}" for loss in losses),
-                f"{mean(losses) - mean(gram['losses']):+.4f} (worst {worst:+.4f})",
+                f"{mean(apart):+.4f}" if row is not gram else "",
+                f"{max(apart):+.4f}" if row is not gram else "",
                 *[f"{mean(row['accuracies']):.1%}"] * accuracy,
                 _hits(row),
                 f"{row['flops'] / gram['flops']:.0%}" if muon else "",
-                f"{share_at_gpt2_small(row):.0%}" if row["kind"] in ("gram", "paper", "cache") else "",
+                f"{share_at_gpt2_small(row):.0%}" if row["kind"] in ("gram", *CACHING) else "",
                 f"{row['seconds'] / gram['seconds']:.0%}" if muon else "",
             ]
         )
     return cells
 
 
-def _rates(rows: list[dict[str, Any]]) -> Cells:
-    cells = [["", *(f"{rate:g}" for rate in RATES["muon"])]]
-    return cells + [
-        [row["label"], *(f"{loss:.4f}" for loss in row["rates"].values())]
-        for row in rows
-        if row["kind"] != "adamw"
-    ]
-
-
-def _changed(rows: list[dict[str, Any]], gram: dict[str, Any]) -> Cells:
+def _ablations(rows: list[dict[str, Any]], gram: dict[str, Any], ours: dict[str, Any]) -> Cells:
+    """One seed; first both methods unchanged. FLOPs are relative to GramMuon's with the same setting."""
     cells = [["", "optimizer", "loss", "hits", "FLOPs"]]
-    for row in rows:
-        fresh = [r["flops"] for r in rows if r["kind"] == "gram" and r["settings"] == row["settings"]]
-        share = row["flops"] / (fresh or [gram["flops"]])[0]
-        told = row["settings"][0].rpartition(".")[2]
+    for row in ({"settings": "none"} | gram, {"settings": "none"} | ours, *rows):
+        alike = [one for one in rows if one["kind"] == "gram" and one["settings"] == row["settings"]]
+        share = row["flops"] / (*alike, gram)[0]["flops"]
         name = "GramMuon" if row["kind"] == "gram" else "CacheMuon"
+        told = row["settings"].removeprefix("optimizer.")
         cells.append([told, name, f"{row['losses'][0]:.4f}", _hits(row), f"{share:.0%}"])
     return cells
 
 
+def _list(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
+
+
 def _hits(row: dict[str, Any]) -> str:
-    calls = sum(row["outcomes"].values())
-    return (
-        f"{row['outcomes'].get('hit', 0) / calls:.0%}" if row["kind"] in ("paper", "cache", "stale") else ""
-    )
+    if row["kind"] not in (*CACHING, "stale"):
+        return ""
+    return f"{row['outcomes'].get('hit', 0) / sum(row['outcomes'].values()):.0%}"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

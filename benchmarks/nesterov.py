@@ -1,6 +1,7 @@
 """What Nesterov's update does to the cache: hits and residuals of one training, with and without it."""
 
 import statistics
+from typing import Any
 
 import torch
 from momentum import GPT, corpus
@@ -11,11 +12,18 @@ from cachemuon import CacheMuon, param_groups
 WIDTH, DEPTH, CONTEXT, BATCH, STEPS = 192, 2, 64, 16, 120
 
 
-def train(nesterov: bool) -> tuple[float, list[float], float]:
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clip=0, gamma=5": {"clip": 0.0, "max_age": None, "gamma": 5.0},
+    "defaults": {},
+}
+
+
+def train(nesterov: bool, settings: dict[str, Any]) -> tuple[float, list[float], float]:
     """The hit rate, the residual of every probe, and the mean loss of the last 20 steps."""
     torch.manual_seed(0)
     model, data = GPT(WIDTH, DEPTH, CONTEXT), corpus()
-    optimizer = CacheMuon(param_groups(model, adam={"lr": 2e-3}), lr=0.02, gamma=5.0, nesterov=nesterov)
+    groups = param_groups(model, adam={"lr": 2e-3})
+    optimizer = CacheMuon(groups, lr=0.02, nesterov=nesterov, **settings)
     residuals, losses = [], []
     for _ in range(STEPS):
         windows = data[torch.randint(len(data) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT + 1)].long()
@@ -30,10 +38,12 @@ def train(nesterov: bool) -> tuple[float, list[float], float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(f"{'nesterov':10}{'hits':>8}{'median residual':>18}{'training loss':>16}")
-    for nesterov in (False, True):
-        hit_rate, residuals, loss = train(nesterov)
-        print(f"{nesterov!s:10}{hit_rate:>8.0%}{statistics.median(residuals):>18.2f}{loss:>16.4f}")
+    print(f"{'settings':18}{'nesterov':10}{'hits':>8}{'median residual':>18}{'training loss':>16}")
+    for name, settings in SETTINGS.items():
+        for nesterov in (False, True):
+            hit_rate, residuals, loss = train(nesterov, settings)
+            told = f"{hit_rate:>8.0%}{statistics.median(residuals):>18.2f}{loss:>16.4f}"
+            print(f"{name:18}{nesterov!s:10}{told}")
 
 
 if __name__ == "__main__":

@@ -130,22 +130,28 @@ class Muon(MatrixOptimizer):
 
 
 class CacheMuon(MatrixOptimizer):
-    """CacheMuon, Algorithm A.5: Muon that reuses the left transform of an earlier solve.
+    """CacheMuon: Muon that reuses the left transform of an earlier solve, as Algorithm A.5 does, and clips.
 
-    The transform Q of a matrix's last solve is probed on its new momentum: if the residual of `Q X`
-    is at most `gamma`, `Q X` is the direction (a hit); else it is solved anew and Q replaced (a miss).
-    `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes
-    it. A transform older than `max_age` steps is not used. `cache_stats()` tells what was decided.
+    The transform Q of a matrix's last solve is applied to its new momentum, and the `clip n` directions that
+    it over-amplifies are replaced by their polar factor (`CacheGNS`). If the residual of the result is at
+    most `gamma`, it is the direction (a hit); else, and after `max_age` steps, it is solved anew and Q
+    replaced (a miss). `cache_stats()` tells what was decided. Clipping and a short life make a cached
+    direction as good as a fresh one (docs/beyond-the-paper.md): gamma only stops what has gone wrong.
+    `CacheMuon.paper` is the paper's own algorithm.
+
+    `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
+    goes with `clip=0`.
 
     `gate="sync"` reads all residuals of a step on the host together, then decides. `gate="lagged"`
     decides on the last residual known for a transform, which was read while other work went on: the
     host never waits, and a transform that has gone bad is used once before it is replaced.
-    `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`).
+    `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`), and for
+    good where the matrix is small.
 
-    >>> W = torch.nn.Parameter(torch.zeros(4, 6))
-    >>> opt = CacheMuon([W], lr=0.01, gamma=5.0)
+    >>> W = torch.nn.Parameter(torch.zeros(128, 192))
+    >>> opt = CacheMuon([W], lr=0.01)
     >>> for _ in range(3):
-    ...     W.grad = torch.eye(4, 6)
+    ...     W.grad = torch.eye(128, 192)
     ...     opt.step()
     >>> stats = opt.cache_stats()
     >>> stats["calls"], stats["hits"], stats["matrices"]["group0.param0"]["misses"]["cold"]
@@ -167,11 +173,11 @@ class CacheMuon(MatrixOptimizer):
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = "none",
         *,
-        gamma: float = 5.0,
+        gamma: float = 20.0,
         probe: str = "sketch",
         vectors: int = 8,
-        max_age: int | None = None,
-        clip: float = 0.0,
+        max_age: int | None = 6,
+        clip: float = 1 / 16,
         seed: int = 0,
         gate: str = "sync",
         guard: bool = True,
@@ -202,14 +208,14 @@ class CacheMuon(MatrixOptimizer):
 
     @classmethod
     def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
-        """The paper's algorithm, A.4 and A.5, and nothing else: the exact probe, no age limit, no guard.
+        """The paper's algorithm, A.4 and A.5, and nothing else: exact probe, no clip, age limit or guard.
 
         `settings` are those of Muon (momentum, weight_decay, ...); a `gamma` of 0 makes it GramMuon.
         """
         added = {"probe", "vectors", "max_age", "clip", "seed", "gate", "guard"}
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
-        return cls(params, lr=lr, gamma=gamma, probe="exact", guard=False, **settings)
+        return cls(params, lr=lr, gamma=gamma, probe="exact", max_age=None, clip=0.0, guard=False, **settings)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -222,7 +228,7 @@ class CacheMuon(MatrixOptimizer):
             raise ValueError(f"gate must be one of {', '.join(map(repr, GATES))}, got {group['gate']!r}")
         if not isinstance(group["guard"], bool):
             raise ValueError(f"guard must be True or False, got {group['guard']!r}")
-        _cache_of(group)
+        cache_of(group)
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
         self._settle()
@@ -311,7 +317,7 @@ class CacheMuon(MatrixOptimizer):
     def _measure(self, batch: list[Matrix], U: Tensor, scale: Tensor, blocks: _Blocks) -> Tensor:
         """The residuals of the cached transforms, recorded; exact candidates are kept."""
         Q = stack([_transform(x) for x in batch])
-        cache = _cache_of(batch[0].group)
+        cache = cache_of(batch[0].group)
         residual, candidate = cache.measure(U, scale, Q, blocks.of(batch), self._workspace())
         for i, x in enumerate(batch):
             x.candidate = None if candidate.empty else candidate[i : i + 1]
@@ -329,7 +335,7 @@ class CacheMuon(MatrixOptimizer):
     ) -> None:
         """Do what was decided for a batch with one outcome; `finite=None`: all gradients are."""
         group, workspace = batch[0].group, self._workspace()
-        cache, lengths = _cache_of(group), step_lengths(batch, scale, finite)
+        cache, lengths = cache_of(group), step_lengths(batch, scale, finite)
         if shorter is not None:
             lengths = lengths * shorter
         if batch[0].outcome == "hit":
@@ -388,7 +394,7 @@ class CacheMuon(MatrixOptimizer):
 
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
         solver, (n, m) = group["solver"], _wide_shape(group, param)
-        rank = _cache_of(group).rank(n)
+        rank = cache_of(group).rank(n)
         sketch = {"probe": group["probe"], "vectors": group["vectors"], "rank": rank}
         executed = executed_by(solver, n, m, solver.precision(param), **sketch)
         paper = price(_paper(solver, n, m), outcomes)
@@ -407,7 +413,7 @@ class _Blocks:
         x = batch[0]
         n, group = x.shape[0], x.group
         dtype = computed_in(x.momentum.dtype)
-        key = (n, _cache_of(group).columns(n), group["seed"], group["step"], x.momentum.device, dtype)
+        key = (n, cache_of(group).columns(n), group["seed"], group["step"], x.momentum.device, dtype)
         if key not in self._drawn:
             self._drawn[key] = random_block(
                 n, key[1], seed=key[2], step=key[3], device=x.momentum.device, dtype=dtype
@@ -424,7 +430,7 @@ def _left_bytes(x: Matrix) -> int:
     if x.group["probe"] == "exact":
         return x.grad.numel() * 4
     n = x.shape[0]
-    return 2 * _cache_of(x.group).rank(n) * n * 4
+    return 2 * cache_of(x.group).rank(n) * n * 4
 
 
 def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
@@ -442,7 +448,8 @@ def _windows(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
         yield window
 
 
-def _cache_of(group: dict[str, Any]) -> CacheGNS:
+def cache_of(group: dict[str, Any]) -> CacheGNS:
+    """The solver with the settings of a parameter group of CacheMuon."""
     return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"])
 
 
@@ -457,7 +464,7 @@ def _resting(x: Matrix) -> bool:
 def _guard_of(x: Matrix) -> Guard:
     solver, group = x.group["solver"], x.group
     lagged = group["gate"] == "lagged"
-    sketch = (group["probe"], group["vectors"], _cache_of(group).rank(x.shape[0]))
+    sketch = (group["probe"], group["vectors"], cache_of(group).rank(x.shape[0]))
     return _guard(solver, *x.shape, solver.precision(x.momentum), *sketch, lagged)
 
 

@@ -296,7 +296,7 @@ def share(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
 def growth(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
     """Step time against the size of one n x 4n matrix, and against the number of 64 x 64 matrices."""
     makers: dict[str, Callable[[Any], Optimizer]] = {
-        "hit": partial(CacheMuon, gamma=math.inf),
+        "hit": partial(CacheMuon, gamma=math.inf, max_age=None, guard=False),
         "miss": partial(CacheMuon, gamma=0.0, guard=False),
         "GramMuon": partial(Muon, solver=GramNS()),
         "PolarExpMuon": partial(Muon, solver=StandardNS(POLAR_EXPRESS)),

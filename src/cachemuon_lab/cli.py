@@ -220,7 +220,7 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 1,
     settings: Set = None,
     extra: Annotated[
-        list[str] | None, typer.Option("--with", metavar="KIND", help="One more: adamw, stale, jordan.")
+        list[str] | None, typer.Option("--with", metavar="KIND", help="One more: adamw, stale, jordan, cache")
     ] = None,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -359,14 +359,19 @@ def flops(
     hit_rate: Annotated[float | None, typer.Option(help="Also price CacheMuon, if this part hits.")] = None,
 ) -> None:
     """Price orthogonalization, by the paper's model and as executed."""
-    from cachemuon import GramNS
+    from cachemuon import CacheGNS, GramNS
     from cachemuon.flops import Paper, executed_by, total
+    from cachemuon_lab.config import OptimizerConfig
+
+    def clipped(n: int, m: int) -> Cost:
+        return executed_by(GramNS(), n, m, rank=CacheGNS(clip=OptimizerConfig.clip).rank(min(n, m)))
 
     shapes = [shape for word in what for shape in _shapes(word)]
     models: dict[str, Callable[[int, int], Cost]] = {
         "the paper's model": Paper,
         "executed, exact probe": partial(executed_by, GramNS(), probe="exact"),
         "executed, sketched probe": partial(executed_by, GramNS()),
+        "executed, clipped": clipped,
     }
     table = new_table(
         "shape", "matrices", "hit", "miss", "GramNS", "StandardNS", "break-even", title="GFLOPs of one call"

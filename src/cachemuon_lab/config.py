@@ -55,7 +55,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer by name, with the paper's defaults.
+    """An optimizer by name, with the paper's defaults, and CacheMuon's own.
 
     "polar", "gram", "jordan": Muon that solves at every step; "paper": CacheMuon.paper, of which only `gamma`
     is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `guard`; "stale": GramMuon that
@@ -72,10 +72,10 @@ class OptimizerConfig:
     lr: float = 1e-3
     momentum: float = 0.95
     weight_decay: float = 1e-4
-    gamma: float = 5.0
+    gamma: float = 20.0
     vectors: int = 8
-    max_age: int | None = None
-    clip: float = 0.0
+    max_age: int | None = 6
+    clip: float = 1 / 16
     gate: Literal["sync", "lagged"] = "sync"
     guard: bool = True
     period: int = 2
@@ -88,6 +88,8 @@ class OptimizerConfig:
         _check_choices(self, "optimizer.")
         for name in ("lr", "weight_decay", "gamma", "clip", "adam_lr", "adam_weight_decay"):
             _non_negative(f"optimizer.{name}", getattr(self, name))
+        if self.clip > 1:
+            raise ValueError(f"optimizer.clip must be a fraction, from 0 to 1, got {self.clip!r}")
         for name, values in (("momentum", (self.momentum,)), ("adam_betas", self.adam_betas)):
             if not all(0 <= value < 1 for value in values):
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)!r}")

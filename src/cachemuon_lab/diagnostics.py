@@ -19,6 +19,8 @@ from torch.optim.optimizer import Optimizer
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
 from cachemuon.cache import Candidate
 from cachemuon.groups import matrix_shape
+from cachemuon.optim import cache_of
+from cachemuon.probe import random_block
 from cachemuon.workspace import Workspace
 from cachemuon_lab.config import RunConfig
 
@@ -47,9 +49,9 @@ def make_observer(config: RunConfig, optimizer: Optimizer) -> Observer | None:
 class GateObserver:
     """At each probe of CacheMuon: what the gate decided on, and how good the cached direction really was.
 
-    Of the candidate `Q X` and the fresh direction of the same normalized momentum X: the candidate's exact
-    residual, whichever probe decided, and the cosine of the two as vectors. `age` counts the steps since
-    the transform was made, this one included.
+    Of the candidate, `Q X` or what clipping makes of it, and the fresh direction of the same normalized
+    momentum X: the candidate's exact residual, whichever probe decided, and the cosine of the two as vectors.
+    `age` counts the steps since the transform was made, this one included.
     """
 
     def __init__(self, optimizer: Optimizer, every: int = 1) -> None:
@@ -79,9 +81,7 @@ class GateObserver:
                 continue
             Q, age = self._cached.pop(name)
             X = _normalized(state, group, index)
-            candidate = CacheGNS(group["solver"]).apply(
-                X, X.new_ones(1, 1, 1), Q.unsqueeze(0), Candidate(), Workspace()
-            )
+            candidate = _candidate(group, X, Q.unsqueeze(0))
             fresh = group["solver"].solve(X, Workspace())
             measured = {"residual": exact_residual(candidate).item(), "cosine": _cosine(candidate, fresh)}
             lines.append(
@@ -161,6 +161,14 @@ def _normalized(state: dict[str, Any], group: dict[str, Any], index: int) -> Ten
     momentum: Tensor = state["momentum_buffer"]
     M = momentum.view(matrix_shape(momentum.shape, group["view"]))[index]
     return normalize(M.mT if M.shape[0] > M.shape[1] else M, group["eps"]).unsqueeze(0)
+
+
+def _candidate(group: dict[str, Any], X: Tensor, Q: Tensor) -> Tensor:
+    """The direction that the gate of this step judged: the step's own random vectors find what is clipped."""
+    cache, n, one = cache_of(group), X.shape[-2], X.new_ones(1, 1, 1)
+    chance = {"seed": group["seed"], "step": group["step"], "device": X.device, "dtype": X.dtype}
+    _, left = cache.measure(X, one, Q, random_block(n, cache.columns(n), **chance), Workspace())
+    return cache.apply(X, one, Q, left, Workspace())
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:

@@ -213,7 +213,7 @@ def _curves(growth: dict[str, Any]) -> Figure:
         "PolarExpMuon": BLUE,
         "torch.optim.Muon": GREY,
     }
-    labels = {"hit": "CacheMuon, every step a hit", "miss": "CacheMuon, every step a miss, no guard"}
+    labels = {"hit": "CacheMuon, every step a hit", "miss": "CacheMuon, every step a miss"}
     titles = {"size": "n, of one n x 4n matrix", "number": "number of 64 x 64 matrices"}
     for axes, (axis, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         series = growth[axis]

@@ -296,8 +296,8 @@ def gpt2_mini() -> Recipe:
 
 
 def resnet_mini() -> Recipe:
-    """And on these images: three epochs of one of CIFAR-10's files, as data.path."""
-    base = replace(_resnet_nano_run(), steps=234, validate_every=117, validation_batches=None, seed=0)
+    """And on these images, for about three epochs where data.path has one of CIFAR-10's files."""
+    base = replace(_resnet_nano_run(), steps=234, validate_every=234, validation_batches=None, seed=0)
     text = "a ResNet-18 of width 16 on 234 batches of CIFAR-10, tested on all of it (CPU, minutes)"
     return _recipe("resnet-mini", text, base, resnet_optimizers())
 

@@ -25,6 +25,7 @@ from contract.variants import (
 )
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from unclipped import unclipped
 
 from cachemuon import (
     POLAR_EXPRESS,
@@ -57,13 +58,15 @@ OWN_CACHE_SETTINGS = [
     {"max_age": 1},
     {"vectors": 2, "gamma": 1.0},
     {"seed": 5, "gamma": 1.0},
+    {"clip": 0.25},
+    {"clip": 0.25, "guard": False},
 ]
 
 
 @pytest.mark.parametrize(
     ("make", "own"),
     [(Muon, own) for own in [*OWN_SETTINGS, {"solver": ExactPolar()}]]
-    + [(CacheMuon, own) for own in OWN_SETTINGS + OWN_CACHE_SETTINGS],
+    + [(unclipped, own) for own in OWN_SETTINGS + OWN_CACHE_SETTINGS],
     ids=str,
 )
 def test_a_group_with_settings_of_its_own(make, own):
@@ -92,7 +95,7 @@ def test_a_group_with_settings_of_its_own(make, own):
 )
 def test_settings_changed_in_mid_run_are_taken(own):
     params = [parameter((12, 20), i) for i in range(2)]
-    optimizer = CacheMuon(params, lr=0.1)
+    optimizer = unclipped(params, lr=0.1)
     run(optimizer, params, range(3))
     twin = copy.deepcopy(optimizer)
     optimizer.param_groups[0].update(own)
@@ -205,8 +208,11 @@ REFUSED_BY_CACHE = {
     "ExactPolar": ({"solver": ExactPolar()}, ["solver", "ExactPolar", "GramNS"]),
 }
 REFUSED_CASES = [
-    pytest.param(make, *case, id=f"{make.__name__}, {name}")
-    for make, cases in ((Muon, REFUSED), (CacheMuon, REFUSED | REFUSED_BY_CACHE))
+    pytest.param(make, *case, id=f"{kind}, {name}")
+    for kind, make, cases in (
+        ("Muon", Muon, REFUSED),
+        ("CacheMuon", unclipped, REFUSED | REFUSED_BY_CACHE),
+    )
     for name, case in cases.items()
 ]
 
@@ -308,9 +314,9 @@ def test_solvers_refuse(build, words):
     assert_names(error, words)
 
 
-@pytest.mark.parametrize("name", ["probe", "vectors", "max_age", "seed"])
+@pytest.mark.parametrize("name", ["probe", "vectors", "max_age", "clip", "seed"])
 def test_the_papers_algorithm_takes_none_of_our_settings(name):
-    value = {"probe": "exact", "vectors": 8, "max_age": 3, "seed": 0}[name]
+    value = {"probe": "exact", "vectors": 8, "max_age": 3, "clip": 0.1, "seed": 0}[name]
     with pytest.raises(ValueError, match=rf"CacheMuon\.paper takes no {name}"):
         CacheMuon.paper([parameter(MATRIX)], **{name: value})
 

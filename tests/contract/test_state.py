@@ -22,8 +22,9 @@ from contract.variants import (
     snapshot,
     train,
 )
+from unclipped import unclipped
 
-from cachemuon import QUINTIC, CacheMuon, GramNS, Muon, StandardNS
+from cachemuon import QUINTIC, GramNS, Muon, StandardNS
 
 TRANSFORMER = TASKS["transformer"]  # attention, a tied embedding, tall and wide matrices
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -74,10 +75,10 @@ def test_the_runs_of_these_tests_hit_and_miss_after_the_save(make):
 def test_a_resumed_run_without_the_transform_differs():
     # The transform really is part of the state: left out, the next step is another one.
     params = [parameter((12, 20), i) for i in range(2)]
-    optimizer = CacheMuon(params, lr=0.1)
+    optimizer = unclipped(params, lr=0.1)
     run(optimizer, params, range(6))
     others = copy.deepcopy(params)
-    other = CacheMuon(others, lr=0.1)
+    other = unclipped(others, lr=0.1)
     other.load_state_dict(optimizer.state_dict())
     for param in others:
         other.state[param]["transform"].mul_(0.9)
@@ -164,7 +165,7 @@ def test_settings_that_the_saved_groups_lack_stay_as_they_are(make):
     w, b = parameter((6, 10)), parameter((6,), 1)
 
     def groups():
-        own = {"gamma": 3.0, "max_age": 7} if make is CacheMuon else {}
+        own = {} if make is Muon else {"gamma": 3.0, "max_age": 7}
         return [
             {"params": [w], "max_workspace_bytes": 12_345, **own},
             {"params": [b], "use_muon": False, "betas": (0.8, 0.9)},
@@ -195,7 +196,7 @@ def test_a_state_of_torch_muon_is_taken_over(make, nesterov):
     saved = through_a_file(theirs.state_dict())
 
     mine = copy.deepcopy(params)
-    solver = {Muon: StandardNS(QUINTIC, dtype=torch.bfloat16), CacheMuon: GramNS(QUINTIC)}[make]
+    solver = StandardNS(QUINTIC, dtype=torch.bfloat16) if make is Muon else GramNS(QUINTIC)
     optimizer = make(mine, solver=solver)
     optimizer.load_state_dict(saved)
     group = optimizer.param_groups[0]
@@ -218,7 +219,7 @@ def test_a_state_of_torch_muon_is_taken_over(make, nesterov):
 
 @both_optimizers
 def test_the_two_optimizers_take_over_each_others_state(make):
-    other = CacheMuon if make is Muon else Muon
+    other = unclipped if make is Muon else Muon
     params = [parameter((12, 20), i) for i in range(2)]
     optimizer = other(params, solver=GramNS())
     run(optimizer, params, range(3))
@@ -229,11 +230,11 @@ def test_the_two_optimizers_take_over_each_others_state(make):
     run(switched, params, range(3, 6))
     stats = switched.cache_stats()
     assert stats["calls"] == 12  # goes on counting where the other one stopped
-    if make is CacheMuon:
+    if caches(switched):
         assert [m["misses"]["cold"] for m in stats["matrices"].values()] == [1, 1]
 
 
-@pytest.mark.parametrize("make", [Muon, CacheMuon])
+@both_optimizers
 def test_the_counters_of_a_cache_stay_on_the_host(make):
     # CacheMuon decides on the host; Muon counts on the device. "meta" stands for a device here.
     params = [parameter((6, 10)), parameter((3, 6, 10), 1)]
@@ -244,10 +245,10 @@ def test_the_counters_of_a_cache_stay_on_the_host(make):
     loaded.load_state_dict(optimizer.state_dict())
     for param, source in zip(elsewhere, params, strict=True):
         state = loaded.state[param]
-        assert state["counters"].device.type == ("cpu" if make is CacheMuon else "meta")
+        assert state["counters"].device.type == ("cpu" if caches(loaded) else "meta")
         devices = {value.device.type for key, value in state.items() if key != "counters"}
         assert devices == {"meta"}
-        if make is CacheMuon:
+        if caches(loaded):
             exactly(state["counters"], optimizer.state[source]["counters"])
 
 
@@ -321,8 +322,8 @@ def test_adam_state_loads_into_another_memory_layout(make):
 
 def test_a_fresh_optimizer_has_an_empty_state_to_save_and_load():
     model = TRANSFORMER.model()
-    saved = through_a_file(optimizer_for(CacheMuon, model).state_dict())
-    optimizer = optimizer_for(CacheMuon, model)
+    saved = through_a_file(optimizer_for(unclipped, model).state_dict())
+    optimizer = optimizer_for(unclipped, model)
     optimizer.load_state_dict(saved)
     assert not optimizer.state
     train(TRANSFORMER, model, optimizer, range(2))
@@ -331,14 +332,14 @@ def test_a_fresh_optimizer_has_an_empty_state_to_save_and_load():
 
 def test_a_stack_and_a_group_added_later_are_saved_too():
     stack = parameter((3, 6, 10))
-    optimizer = CacheMuon([stack], gamma=100.0)
+    optimizer = unclipped([stack], gamma=100.0)
     run(optimizer, [stack], range(3))
     late = parameter((6, 10), 1)
     optimizer.add_param_group({"params": [late], "gamma": 0.0})
     run(optimizer, [stack, late], range(3, 5))
 
     copies = copy.deepcopy([stack, late])
-    resumed = CacheMuon([{"params": copies[:1]}, {"params": copies[1:]}], gamma=50.0)
+    resumed = unclipped([{"params": copies[:1]}, {"params": copies[1:]}], gamma=50.0)
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert [group["gamma"] for group in resumed.param_groups] == [100.0, 0.0]
     run(optimizer, [stack, late], range(5, 8))

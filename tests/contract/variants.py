@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from unclipped import unclipped
 
 from cachemuon import POLAR_EXPRESS, CacheMuon, GramNS, Muon, StandardNS, param_groups
 
@@ -21,16 +22,18 @@ VARIANTS = {
     "muon-polar-express": partial(Muon, solver=StandardNS(POLAR_EXPRESS)),
     "muon-nesterov": partial(Muon, nesterov=True),
     "muon-original": partial(Muon, adjust_lr_fn="original"),
-    "cache": CacheMuon,
-    "cache-max-age": partial(CacheMuon, max_age=2, momentum=0.9),
+    "cache-defaults": CacheMuon,
+    "cache": unclipped,
+    "cache-max-age": partial(unclipped, max_age=2, momentum=0.9),
     "cache-paper": partial(CacheMuon.paper, gamma=2.0),
     # With Nesterov the cache of these tasks does not pay: guarded, it would hardly be tried.
-    "cache-nesterov": partial(CacheMuon, nesterov=True, guard=False),
-    "cache-original": partial(CacheMuon, adjust_lr_fn="original", gamma=2.0),
-    "cache-unguarded": partial(CacheMuon, guard=False),
-    "cache-lagged": partial(CacheMuon, gate="lagged", guard=False),
-    "cache-clip": partial(CacheMuon, clip=0.2, max_age=6, guard=False),
-    "cache-lagged-exact": partial(CacheMuon, gate="lagged", probe="exact", max_age=6, guard=False),
+    "cache-nesterov": partial(unclipped, nesterov=True, guard=False),
+    "cache-original": partial(unclipped, adjust_lr_fn="original", gamma=2.0),
+    "cache-unguarded": partial(unclipped, guard=False),
+    "cache-lagged": partial(unclipped, gate="lagged", guard=False),
+    "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, guard=False),
+    "cache-clip-lagged": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, gate="lagged", guard=False),
+    "cache-lagged-exact": partial(unclipped, gate="lagged", probe="exact", max_age=6, guard=False),
 }
 
 
@@ -40,12 +43,19 @@ def _over(names):
 
 every_variant = _over(VARIANTS)
 fresh_variants = _over(name for name in VARIANTS if name.startswith("muon"))
-cache_variants = _over(name for name in VARIANTS if name.startswith("cache"))
+# By default small matrices are not cached; all others hit.
+cache_variants = _over(name for name in VARIANTS if name.startswith("cache") and name != "cache-defaults")
 both_optimizers = _over(["muon", "cache"])
 
 
-def caches(optimizer):
+def gates(optimizer):
     return isinstance(optimizer, CacheMuon)
+
+
+def caches(optimizer):
+    """Whether it caches matrices as small as here: clipped, they never pay, and a guard lets them rest."""
+    group = optimizer.param_groups[0]
+    return gates(optimizer) and not (group["guard"] and group["clip"])
 
 
 # Models. Sizes differ between layers so that a step meets several shapes, some of them more than once.

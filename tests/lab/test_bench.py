@@ -1,11 +1,13 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
+from unclipped import unclipped
 
-from cachemuon import CacheMuon, GramNS, exact_residual, normalize
+from cachemuon import GramNS, exact_residual, normalize
 from cachemuon_lab import peers
 from cachemuon_lab.bench import PARTS, gamma_for, new_basis, plain_gram_loop, run, smooth_gradients
 from cachemuon_lab.cli import app
@@ -92,9 +94,7 @@ def test_the_plain_loop_is_gram_newton_schulz():
 def test_the_gradients_hit_as_often_as_asked():
     gradients = smooth_gradients((40, 24), 40, "cpu")
     assert gradients[0].shape == (40, 24) and gradients[0].is_contiguous()
-    drive = Drive(
-        lambda params: CacheMuon(params, gamma=gamma_for(gradients, 0.59), momentum=0.0), [gradients]
-    )
+    drive = Drive(partial(unclipped, gamma=gamma_for(gradients, 0.59), momentum=0.0), [gradients])
     for _ in gradients:
         drive.load()
         drive.step()

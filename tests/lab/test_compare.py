@@ -39,12 +39,13 @@ def test_a_variant_is_the_recipes_own():
 
 
 def test_a_new_kind_has_the_settings_of_its_relative():
-    _, gram, paper = RESNET.variants
-    assert variant(RESNET, "stale") == replace(gram, kind="stale")
     own = OptimizerConfig("cache").gamma
-    assert paper.gamma != own and variant(RESNET, "cache") == replace(paper, kind="cache", gamma=own)
-    assert variant(RESNET, max_age=3) == replace(paper, kind="cache", gamma=own, max_age=3)
-    assert variant(RESNET, "adamw") == replace(RESNET.variants[0], kind="adamw")
+    polar, gram, paper = (replace(one, gamma=own + 1) for one in RESNET.variants)
+    some = replace(RESNET, variants=(polar, gram, paper))
+    assert variant(some, "stale") == replace(gram, kind="stale")
+    assert variant(some, "cache") == replace(paper, kind="cache", gamma=own)
+    assert variant(some, max_age=3) == replace(paper, kind="cache", gamma=own, max_age=3)
+    assert variant(some, "adamw") == replace(polar, kind="adamw")
 
 
 @pytest.mark.parametrize(

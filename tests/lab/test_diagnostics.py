@@ -58,6 +58,23 @@ def test_measuring_does_not_change_the_run(config, tmp_path, diagnostics, optimi
     assert on.probes or on.ages
 
 
+def test_what_is_measured_is_the_clipped_direction():
+    """The step itself tells: W before and after, without weight decay, differ by the direction."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(32, 48))
+    settings = {"gamma": 1e9, "max_age": None, "clip": 0.25, "guard": False}
+    optimizer = CacheMuon([weight], lr=1.0, momentum=0.5, weight_decay=0.0, **settings)
+    observer = GateObserver(optimizer)
+    for step in range(1, 5):
+        before, weight.grad = weight.detach().clone(), torch.randn(32, 48)
+        observer.before(step)
+        optimizer.step()
+        for line in observer.after(step):
+            taken = exact_residual(before - weight.detach()).item()
+            assert line["residual"] == pytest.approx(taken, rel=1e-3)
+    assert step == 4 and line["age"] == 3
+
+
 def test_every_probe_of_the_gate_is_recorded(config, tmp_path):
     run = train(replace(config, diagnostics="gate"), tmp_path / "run")
     assert run.steps[0]["misses"]["cold"] == 4

@@ -45,7 +45,7 @@ def test_quality_draws_the_mean_of_the_validations_and_names_the_best(comparison
     assert comparison.title in caption and "standard deviation" in caption
     labels = [text.get_text() for text in right.get_yticklabels()]
     assert labels[:2] == [shown("CacheMuon.paper gamma=2"), shown("CacheMuon.paper gamma=5")]
-    assert labels[-2:] == [shown("CacheMuon gamma=10"), "StaleMuon"]
+    assert labels[-2:] == [shown("CacheMuon gamma=9"), "StaleMuon"]
 
 
 def test_quality_draws_the_savings_against_both_baselines_as_bars(comparison):
@@ -59,7 +59,7 @@ def test_quality_draws_the_savings_against_both_baselines_as_bars(comparison):
 
 
 def test_quality_without_a_baseline_has_no_bars(tmp_path):
-    cached = write_run(tmp_path / "a", OptimizerConfig("paper"), hits=5)
+    cached = write_run(tmp_path / "a", OptimizerConfig("paper", gamma=5.0), hits=5)
     assert len(quality(compare([cached]))[0].axes) == 1
 
 
@@ -99,7 +99,7 @@ def test_gate_draws_medians_over_matrices(runs):
 
 
 def test_gate_bins_residuals_up_to_fifty(tmp_path):
-    run = write_run(tmp_path / "a", OptimizerConfig("paper"), diagnostics="gate", steps=2)
+    run = write_run(tmp_path / "a", OptimizerConfig("paper", gamma=5.0), diagnostics="gate", steps=2)
     made = [(0.5, 0.9), (0.6, 0.8), (49.9, 0.3), (50.1, -1.0), (math.inf, math.nan)]
     run.probes[:] = [
         {"step": 2, "residual": residual, "cosine": cosine, "accepted": residual < 5}
@@ -156,7 +156,7 @@ def test_frontier_places_each_optimizer_by_its_flops_and_loss(comparison):
             assert (data.get_xdata()[0], data.get_ydata()[0]) == (1 - saved.mean, loss.mean)
             if loss.spread is not None:
                 assert sorted(cap.get_ydata()[0] for cap in caps)[0] == pytest.approx(loss.mean - loss.spread)
-    for name, gammas in (("CacheMuon.paper", (15, 10, 5, 2)), ("CacheMuon", (10, 2))):  # fewer FLOPs first
+    for name, gammas in (("CacheMuon.paper", (15, 10, 5, 2)), ("CacheMuon", (9, 2))):  # fewer FLOPs first
         joined = [points[shown(f"{name} gamma={gamma}")][0].get_xydata()[0] for gamma in gammas]
         assert any(np.array_equal(one.get_xydata(), joined) for one in right.lines)
 

@@ -95,7 +95,8 @@ def test_the_optimizer_hits_more_often_and_counts_right(gate):
         weights = {
             name: torch.nn.Parameter(start.clone()) for name, (start, _) in recorded_gradients().items()
         }
-        optimizer = CacheMuon(weights.items(), clip=clip, momentum=0.9, gamma=2.0, guard=False, gate=gate)
+        settings = {"momentum": 0.9, "gamma": 2.0, "max_age": None, "guard": False}
+        optimizer = CacheMuon(weights.items(), clip=clip, gate=gate, **settings)
         with FlopCounterMode(display=False) as counter:
             for step in range(40):
                 for name, weight in weights.items():

@@ -37,11 +37,11 @@ def test_the_table_of_defaults():
     parameters = {**inspect.signature(Muon).parameters, **inspect.signature(CacheMuon).parameters}
     muon, cached = (
         ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
-        ("gamma", "probe", "vectors", "clip"),
+        ("gamma", "probe", "vectors", "max_age", "clip"),
     )
     for name in (*muon, *cached, "gate", "guard"):
         assert eval(table[name]) == parameters[name].default
-    for name in ("max_age", "seed", "view", "max_workspace_bytes"):
+    for name in ("seed", "view", "max_workspace_bytes"):
         assert name in table
     assert eval(table["max_workspace_bytes"]) == MAX_WORKSPACE_BYTES
     assert ADAM_DEFAULTS["betas"] == (0.9, 0.999)

@@ -2,16 +2,18 @@
 
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from unclipped import unclipped
 
-from cachemuon import CacheMuon, GramNS, Muon
+from cachemuon import CacheGNS, CacheMuon, GramNS, Muon
 from cachemuon.cache import Guard
-from cachemuon.flops import Executed
+from cachemuon.flops import Executed, executed_by
 from cachemuon.polar import cheaper
 from cachemuon.stats import GUARD
 
@@ -131,7 +133,7 @@ def test_where_not_even_a_hit_pays_the_cache_always_rests():
     assert guard.gains["hit"] <= 0
     assert {done for done, _, _ in play(guard, ["hit"] * 100)} == {"guarded"}
     W = torch.nn.Parameter(torch.zeros(10, 512))
-    optimizer = CacheMuon([W], solver=GramNS(restarts=()))
+    optimizer = unclipped([W], solver=GramNS(restarts=()))
     for _ in range(3):
         W.grad = torch.ones(10, 512)
         optimizer.step()
@@ -162,11 +164,14 @@ def trained(make, gradients, **settings):
     return optimizer, seen, counter.get_total_flops()
 
 
-@every_shape
-@pytest.mark.parametrize("probe", ["sketch", "exact"])
-def test_a_cache_that_cannot_hit_is_set_aside_and_costs_three_percent_at_most(n, m, probe):
+@pytest.mark.parametrize(
+    "n, m, probe, clip",
+    [(*shape, probe, 0.0) for shape in SHAPES for probe in ("sketch", "exact")]
+    + [(96, 160, "sketch", 1 / 16)],
+)
+def test_a_cache_that_cannot_hit_is_set_aside_and_costs_three_percent_at_most(n, m, probe, clip):
     gradients = list(turning(n, m, 300))
-    optimizer, seen, counted = trained(CacheMuon, gradients, momentum=0.0, probe=probe)
+    optimizer, seen, counted = trained(unclipped, gradients, momentum=0.0, probe=probe, clip=clip)
     assert seen[:120].count("guarded") >= 100  # 109 to 112 were seen
     assert "hit" not in seen
     assert seen.count("cold") >= 3  # it was tried again, without the transform of before
@@ -178,7 +183,7 @@ def test_a_cache_that_cannot_hit_is_set_aside_and_costs_three_percent_at_most(n,
 
 def test_the_papers_mode_and_guard_false_have_no_guard():
     gradients = list(turning(64, 64, 60))
-    for make in (CacheMuon.paper, lambda p, **s: CacheMuon(p, guard=False, **s)):
+    for make in (CacheMuon.paper, partial(unclipped, guard=False)):
         optimizer, seen, _ = trained(make, gradients, momentum=0.0)
         assert seen == ["cold"] + ["residual"] * 59
         assert optimizer.param_groups[0]["guard"] is False
@@ -189,14 +194,33 @@ def test_the_papers_mode_and_guard_false_have_no_guard():
 @pytest.mark.parametrize("gate", ["sync", "lagged"])
 def test_with_a_gradient_that_stays_nothing_is_guarded(gate):
     (gradient,) = turning(48, 64, 1)
-    _, seen, _ = trained(CacheMuon, [gradient] * 100, gate=gate)
+    _, seen, _ = trained(unclipped, [gradient] * 100, gate=gate)
     assert seen == ["cold"] + ["hit"] * 99
+
+
+@pytest.mark.parametrize("gate", ["sync", "lagged"])
+@pytest.mark.parametrize(
+    "n, m, clip, outcomes",
+    [
+        (48, 64, 1 / 16, ["guarded"] * 4),
+        (48, 64, 0.0, ["cold", "hit", "hit", "hit"]),
+        (256, 1024, 1 / 16, ["cold", "hit", "hit", "hit"]),
+    ],
+)
+def test_where_a_clipped_hit_is_too_many_calls_the_cache_always_rests(n, m, clip, outcomes, gate):
+    cost = executed_by(GramNS(), n, m, rank=CacheGNS(clip=clip).rank(n))
+    always = Guard.of(cost, lagged=gate == "lagged").resting(wait=0)
+    assert always == (outcomes[0] == "guarded")
+    optimizer, seen, _ = trained(unclipped, list(turning(n, m, 1)) * 4, clip=clip, gate=gate)
+    assert seen == outcomes
+    (state,) = optimizer.state.values()
+    assert ("transform" in state) == (not always)
 
 
 @every_shape
 def test_a_guarded_step_is_that_of_the_cheapest_fresh_solver(n, m):
     gradients = list(turning(n, m, 30))
-    optimizer, seen, _ = trained(CacheMuon, gradients, momentum=0.0, weight_decay=0.0)
+    optimizer, seen, _ = trained(unclipped, gradients, momentum=0.0, weight_decay=0.0)
     solver = cheaper(GramNS(), n, m, torch.float32)
     assert seen[-1] == "guarded"
     for resting in (optimizer, Muon([torch.nn.Parameter(torch.zeros(n, m))], solver=solver)):
@@ -214,13 +238,13 @@ def test_a_guarded_step_is_that_of_the_cheapest_fresh_solver(n, m):
 def test_the_guard_goes_on_where_its_saved_state_stood():
     gradients = list(turning(64, 64, 60))
     for stop in (2, 20, 45):  # in debt, resting, after a second try
-        optimizer, _, _ = trained(CacheMuon, gradients[:stop], momentum=0.0)
+        optimizer, _, _ = trained(unclipped, gradients[:stop], momentum=0.0)
         (W,) = optimizer.param_groups[0]["params"]
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
         file.seek(0)
         twin = torch.nn.Parameter(W.detach().clone())
-        resumed = CacheMuon([twin])
+        resumed = unclipped([twin])
         resumed.load_state_dict(torch.load(file, weights_only=True))
         assert any(resumed.state[twin]["counters"][0, GUARD].tolist())
         for gradient in gradients[stop:]:

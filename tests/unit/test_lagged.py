@@ -7,8 +7,9 @@ import pytest
 import torch
 from recording import recorded_gradients
 from torch.utils.flop_counter import FlopCounterMode
+from unclipped import unclipped
 
-from cachemuon import CacheMuon, GramNS
+from cachemuon import GramNS
 from cachemuon.polar import widen
 from cachemuon.probe import exact_residual, random_block, sketched_residual
 from cachemuon.stats import AGE, LAST, OUTCOMES
@@ -24,7 +25,7 @@ def gradients_of(seed=0, shape=(16, 24), steps=30, noise=0.3):
 
 
 def lagged(weights, **settings):
-    return CacheMuon(weights, gate="lagged", **{"lr": 0.02, "guard": False, **settings})
+    return unclipped(weights, gate="lagged", **{"lr": 0.02, "guard": False, **settings})
 
 
 def started(shape=(16, 24), steps=0, **settings):
@@ -200,8 +201,8 @@ def test_statistics_are_priced_as_executed(probe):
 def test_both_gates_in_one_optimizer_decide_each_for_itself():
     settings = {"lr": 0.02, "guard": False, "momentum": 0.5}
     weights, twins = ([torch.nn.Parameter(torch.zeros(16, 24)) for _ in range(2)] for _ in range(2))
-    mixed = CacheMuon([{"params": weights[:1], "gate": "lagged"}, {"params": weights[1:]}], **settings)
-    alone = [CacheMuon([twins[0]], gate="lagged", **settings), CacheMuon([twins[1]], **settings)]
+    mixed = unclipped([{"params": weights[:1], "gate": "lagged"}, {"params": weights[1:]}], **settings)
+    alone = [unclipped([twins[0]], gate="lagged", **settings), unclipped([twins[1]], **settings)]
     for gradient in gradients_of(noise=1.0, steps=12):
         for W in (*weights, *twins):
             W.grad = gradient

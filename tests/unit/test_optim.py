@@ -11,6 +11,7 @@ from recording import recorded_gradients
 from reference import paper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from unclipped import unclipped
 
 from cachemuon import GRAM, POLAR_EXPRESS, QUINTIC, CacheMuon, ExactPolar, GramNS, Muon, StandardNS
 from cachemuon.flops import OUTCOMES as PRICED
@@ -141,7 +142,7 @@ def test_the_shorthands_are_torchs():
 def test_sketched_cachemuon_stays_near_the_exact_one():
     settings = dict(lr=0.02, momentum=0.9, gamma=3.0)
     exact, _ = replay(lambda p: CacheMuon.paper(p, **settings))
-    sketched, optimizer = replay(lambda p: CacheMuon(p, vectors=32, **settings))
+    sketched, optimizer = replay(lambda p: unclipped(p, vectors=32, **settings))
     stats = optimizer.cache_stats()
     assert 0.1 < stats["hit_rate"] < 0.95
     for name, (start, _) in recorded_gradients().items():
@@ -150,9 +151,20 @@ def test_sketched_cachemuon_stays_near_the_exact_one():
         assert torch.linalg.norm(sketched[-1][name] - exact[-1][name]) < 0.25 * moved
 
 
+def test_the_paper_mode_has_none_of_what_is_ours_whatever_the_defaults():
+    class Other(CacheMuon):
+        def __init__(self, params, max_age=3, clip=0.5, guard=True, **settings):
+            super().__init__(params, max_age=max_age, clip=clip, guard=guard, **settings)
+
+    for make in (CacheMuon, Other):
+        group = make.paper([torch.nn.Parameter(torch.eye(3))]).param_groups[0]
+        ours = {key: group[key] for key in ("probe", "clip", "max_age", "guard", "gate")}
+        assert ours == {"probe": "exact", "clip": 0, "max_age": None, "guard": False, "gate": "sync"}
+
+
 def test_max_age_bounds_the_hits():
     for max_age, rate in ((0, 0.0), (1, 0.5), (4, 0.8), (9, 0.9)):
-        _, optimizer = replay(lambda p, a=max_age: CacheMuon(p, gamma=math.inf, max_age=a, guard=False))
+        _, optimizer = replay(lambda p, a=max_age: unclipped(p, gamma=math.inf, max_age=a, guard=False))
         stats = optimizer.cache_stats()
         assert stats["hit_rate"] == pytest.approx(rate)
         assert all(entry["age"] <= max_age for entry in stats["matrices"].values())
@@ -161,7 +173,8 @@ def test_max_age_bounds_the_hits():
 def test_statistics_are_priced_as_executed():
     recording = recorded_gradients()
     for make in (
-        lambda p: CacheMuon(p, gamma=2.0, momentum=0.9, max_age=6),
+        CacheMuon,
+        lambda p: unclipped(p, gamma=2.0, momentum=0.9, max_age=6),
         lambda p: CacheMuon.paper(p, gamma=2.0, momentum=0.9),
         lambda p: Muon(p, solver=GramNS()),
         lambda p: Muon(p, solver=StandardNS()),
@@ -233,10 +246,13 @@ def counted_reads(monkeypatch):
     "make, gate_reads",
     [
         pytest.param(Muon, 0, id="Muon"),
-        pytest.param(CacheMuon, 1, id="sync"),
+        pytest.param(CacheMuon, 1, id="defaults"),
+        pytest.param(unclipped, 1, id="sync"),
         pytest.param(CacheMuon.paper, 1, id="paper"),
-        pytest.param(partial(CacheMuon, gate="lagged"), 0, id="lagged"),
-        pytest.param(partial(CacheMuon, gate="lagged", probe="exact", max_age=2), 0, id="lagged-exact"),
+        pytest.param(partial(CacheMuon, clip=0.25, guard=False), 1, id="clip"),
+        pytest.param(partial(unclipped, gate="lagged"), 0, id="lagged"),
+        pytest.param(partial(unclipped, gate="lagged", probe="exact", max_age=2), 0, id="lagged-exact"),
+        pytest.param(partial(CacheMuon, clip=0.25, guard=False, gate="lagged"), 0, id="lagged-clip"),
     ],
 )
 def test_a_step_reads_no_tensor_but_the_gates(make, gate_reads, monkeypatch):
@@ -263,7 +279,7 @@ def test_counters_that_were_loaded_are_read_once(monkeypatch):
 
     tensor_reads = counted_reads(monkeypatch)
     W = torch.nn.Parameter(torch.zeros(4, 6))
-    optimizer = CacheMuon([W])
+    optimizer = unclipped([W])
     assert [stepped(optimizer, W) for _ in range(3)] == [1, 0, 0]
     saved = copy.deepcopy(optimizer.state_dict())
     assert stepped(optimizer, W) == 0
@@ -277,7 +293,7 @@ def test_counters_that_were_loaded_are_read_once(monkeypatch):
 
 @pytest.mark.parametrize(
     "make",
-    [Muon, partial(Muon, solver=GramNS()), CacheMuon, CacheMuon.paper, partial(CacheMuon, gate="lagged")],
+    [Muon, partial(Muon, solver=GramNS()), unclipped, CacheMuon.paper, partial(unclipped, gate="lagged")],
     ids=["Muon", "GramMuon", "sync", "paper", "lagged"],
 )
 def test_a_weight_and_its_transpose_are_trained_alike(make):
@@ -307,7 +323,7 @@ def test_an_exact_direction_is_applied_exactly():
 
 def test_a_momentum_that_would_overflow_is_kept():
     W = torch.nn.Parameter(torch.zeros(3, 4))
-    optimizer = CacheMuon([W], momentum=0.1)
+    optimizer = unclipped([W], momentum=0.1)
     W.grad = torch.full((3, 4), 3.3e38)
     optimizer.step()
     before = W.detach().clone()

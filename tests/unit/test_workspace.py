@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from unclipped import unclipped
 
 from cachemuon import AutoNS, CacheGNS, CacheMuon, GramNS, Muon, StandardNS
 from cachemuon.workspace import Workspace, workspace_bytes
@@ -144,18 +145,18 @@ class Live(TorchDispatchMode):
 MAKES = {
     "gram": partial(Muon, solver=GramNS()),
     "standard": partial(Muon, solver=StandardNS()),
-    "sketch": partial(CacheMuon, guard=False),
-    "sketch-misses": partial(CacheMuon, gamma=0.0, guard=False),
-    "guarded": partial(CacheMuon, gamma=0.0),
-    "lagged": partial(CacheMuon, gate="lagged", guard=False),
-    "lagged-misses": partial(CacheMuon, gate="lagged", gamma=0.0, guard=False),
-    "lagged-exact": partial(CacheMuon, gate="lagged", probe="exact", guard=False),
+    "sketch": partial(unclipped, guard=False),
+    "sketch-misses": partial(unclipped, gamma=0.0, guard=False),
+    "guarded": partial(unclipped, gamma=0.0),
+    "lagged": partial(unclipped, gate="lagged", guard=False),
+    "lagged-misses": partial(unclipped, gate="lagged", gamma=0.0, guard=False),
+    "lagged-exact": partial(unclipped, gate="lagged", probe="exact", guard=False),
     "exact": CacheMuon.paper,
     "exact-misses": partial(CacheMuon.paper, gamma=0.0),
     "nesterov": partial(Muon, nesterov=True),
-    "sketch-nesterov": partial(CacheMuon, nesterov=True, guard=False),
-    "clip": partial(CacheMuon, clip=1 / 8, guard=False),
-    "clip-lagged": partial(CacheMuon, clip=1 / 8, gate="lagged", guard=False),
+    "sketch-nesterov": partial(unclipped, nesterov=True, guard=False),
+    "clip": partial(CacheMuon, gamma=5.0, max_age=None, clip=1 / 8, guard=False),
+    "clip-lagged": partial(CacheMuon, gamma=5.0, max_age=None, clip=1 / 8, gate="lagged", guard=False),
 }
 
 
