@@ -6,7 +6,8 @@ The text is `train.bin` and `val.bin` with bytes as uint16 (`cachemuon prepare t
 `--vocabulary DIR`, GPT-2's `encoder.json` and `vocab.bpe`, it is in GPT-2's tokens, and made bytes in the
 folder of the study. The images are CIFAR-10's binary files. Every method is tuned over the same learning
 rates with the first seed, and trained at its best with all; the paper's other gammas have the rate of gamma
-5. Then one setting of CacheMuon is changed at a time. A run has one thread. Called again, the study goes on:
+5. Then one setting of CacheMuon is changed at a time. A run has one thread;
+times are measured apart, at the end, when nothing else should run. Called again, the study goes on:
 finished runs are read. At its end it writes `beyond.json` and `beyond.png`, and with `--page` the tables of
 that page.
 """
@@ -18,9 +19,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +38,17 @@ from cachemuon_lab.compare import configure
 from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig
 from cachemuon_lab.data.prepare import SPLITS
 from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS
+from cachemuon_lab.models import build
+from cachemuon_lab.optimizers import Meter, make_optimizer
 from cachemuon_lab.performance import Cells, renewed
 from cachemuon_lab.recipes import recipe
 from cachemuon_lab.record import Run
-from cachemuon_lab.train import train
+from cachemuon_lab.timing import turns
+from cachemuon_lab.train import open_data, train
 
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
 SEEDS = (0, 1, 2)
+TIMED, CPU = 42, torch.device("cpu")  # steps: six lives of a transform
 RATES = {"muon": (0.01, 0.02, 0.04), "adamw": (1e-3, 2e-3, 4e-3)}
 BASE = OptimizerConfig("gram", momentum=0.95, adam_lr=2e-3)
 METHODS = (
@@ -104,7 +110,7 @@ class Study:
         runs: dict[Job, Run] = {}
         with ProcessPoolExecutor(self.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
             folders = [self.out / job.slug for job in jobs]
-            done = pool.map(_train, [self.config(job) for job in jobs], folders)
+            done = pool.map(partial(train, resume=True), [self.config(job) for job in jobs], folders)
             for number, (job, run) in enumerate(zip(jobs, done, strict=True), start=1):
                 runs[job] = run
                 print(f"{number} of {len(jobs)}: {job.slug} {run.validations[-1]['loss']:.4f}", flush=True)
@@ -126,7 +132,10 @@ class Study:
         changed = self.run(job for task in self.data for job in changes[task])
         return {
             task: {
-                "methods": [summary([seeds[Job(task, one, seed)] for seed in SEEDS]) for one in rows[task]],
+                "methods": [
+                    summary([seeds[Job(task, one, seed)] for seed in SEEDS]) | {"milliseconds": took}
+                    for one, took in zip(rows[task], self.milliseconds(task, rows[task]), strict=True)
+                ],
                 "rates": {
                     method.label: [round(_loss(grid[job]), 4) for job in search(task, method)]
                     for method in METHODS
@@ -137,6 +146,25 @@ class Study:
             }
             for task in self.data
         }
+
+    def milliseconds(self, task: str, methods: Sequence[OptimizerConfig]) -> list[float]:
+        """The mean matrix part of a step of each method, on all threads; they take turns step by step."""
+        runs = []
+        for method in methods:
+            config = self.config(Job(task, method, SEEDS[0]))
+            torch.manual_seed(config.seed)
+            model = build(config.model)
+            runs.append((open_data(config), model, Meter(make_optimizer(config.optimizer, model), CPU)))
+        took: list[list[float]] = [[] for _ in methods]
+        for step in range(TIMED + 1):
+            for number in turns(range(len(methods)), step):
+                data, model, meter = runs[number]
+                model(*data.train(step)).backward()
+                meter.step()
+                meter.optimizer.zero_grad()
+                if step:  # the first is a cold one
+                    took[number].append(1e3 * meter.seconds["orthogonalization_seconds"])
+        return [round(fmean(times), 2) for times in took]
 
 
 def search(task: str, method: OptimizerConfig) -> list[Job]:
@@ -151,10 +179,6 @@ def ablations(task: str, ours: OptimizerConfig, gram: OptimizerConfig) -> Iterat
         for value in values:
             for method in (gram, ours) if name in SHARED else (ours,):
                 yield Job(task, method, SEEDS[0], (f"{name}={value}",))
-
-
-def _train(config: RunConfig, folder: Path) -> Run:
-    return train(config, folder, resume=True)
 
 
 def _loss(run: Run) -> float:
@@ -178,16 +202,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "accuracies": [run.validations[-1]["accuracy"] for run in runs],
         "outcomes": {name: number for name, number in outcomes.items() if number},
         "flops": round(mean(run.steps[-1]["flops"] for run in runs)),
-        "seconds": round(mean(_seconds(run) for run in runs), 2),
     }
-
-
-def _seconds(run: Run) -> float:
-    """Of the matrix part of all steps; steps with as many solves count by their median, so no busy moment."""
-    alike: dict[int, list[float]] = {}
-    for line in run.steps:
-        alike.setdefault(sum(line["misses"].values()), []).append(line["orthogonalization_seconds"])
-    return sum(len(seconds) * median(seconds) for seconds in alike.values())
 
 
 def share_at_gpt2_small(row: dict[str, Any]) -> float:
@@ -221,11 +236,12 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
 
 
 def _methods(rows: list[dict[str, Any]], gram: dict[str, Any]) -> Cells:
-    accuracy = gram["accuracies"][0] is not None
-    heads = ["", "lr", "loss", "of each seed", "to GramMuon", "worst seed", *["accuracy"] * accuracy]
-    cells = [[*heads, "hits", "FLOPs", "FLOPs at width 768", "seconds"]]
+    images = gram["accuracies"][0] is not None
+    heads = ["", "lr", "loss", "of each seed", "to GramMuon", "worst seed", *["accuracy"] * images]
+    cells = [[*heads, "hits", "FLOPs", *["FLOPs at width 768"] * (not images), "time"]]
     for row in rows:
         muon, losses = row["kind"] != "adamw", row["losses"]
+        share = share_at_gpt2_small(row) if row["kind"] in ("gram", *CACHING) else None
         apart = [one - other for one, other in zip(losses, gram["losses"], strict=True)]
         cells.append(
             [
@@ -235,11 +251,11 @@ def _methods(rows: list[dict[str, Any]], gram: dict[str, Any]) -> Cells:
                 ", ".join(f"{loss:.4f}" for loss in losses),
                 f"{mean(apart):+.4f}" if row is not gram else "",
                 f"{max(apart):+.4f}" if row is not gram else "",
-                *[f"{mean(row['accuracies']):.1%}"] * accuracy,
+                *([f"{mean(row['accuracies']):.1%}"] if images else []),
                 _hits(row),
                 f"{row['flops'] / gram['flops']:.0%}" if muon else "",
-                f"{share_at_gpt2_small(row):.0%}" if row["kind"] in ("gram", *CACHING) else "",
-                f"{row['seconds'] / gram['seconds']:.0%}" if muon else "",
+                *([] if images else [f"{share:.0%}" if share is not None else ""]),
+                f"{row['milliseconds'] / gram['milliseconds']:.0%}" if muon else "",
             ]
         )
     return cells
@@ -268,7 +284,7 @@ def _hits(row: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Loss against FLOPs and against seconds, both relative to GramMuon's, a row for each task."""
+    """Loss against FLOPs and against time, both relative to GramMuon's, a row for each task."""
     with rc_context(drawing.STYLE):
         figure = Figure(figsize=(7.2, 2.9 * len(results)), layout="constrained")
         grid = figure.subplots(len(results), 2, squeeze=False, sharey="row")
@@ -276,7 +292,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             rows = [row for row in found["methods"] if row["kind"] != "adamw"]
             gram = next(row for row in rows if row["kind"] == "gram")
             for ax, (key, title) in zip(
-                axes, {"flops": "executed FLOPs", "seconds": "seconds"}.items(), strict=True
+                axes, {"flops": "executed FLOPs", "milliseconds": "time"}.items(), strict=True
             ):
                 for row in rows:
                     middle, losses = mean(row["losses"]), row["losses"]

@@ -201,7 +201,7 @@ def steps(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
                     if isinstance(drive.optimizer, MatrixOptimizer)
                     else None,
                     "hits": stats["hits"] / (stats["calls"] - len(shapes)) if stats else None,
-                    "peak MiB": max(drive.peak_bytes() for _ in range(4 if stats else 1)) / 2**20,
+                    "peak MiB": max(drive.peak_bytes() for _ in range(8 if stats else 1)) / 2**20,
                 }
             )
         results["workloads"][title] = rows
