@@ -20,6 +20,7 @@ from cachemuon_lab.performance import to_markdown
 
 AGES = (1, 3, 6, 12)
 CLIPS = (0.0, 1 / 32, 1 / 16, 1 / 8)
+FRESH = 1.0  # in the place of a clip: the fresh direction itself
 
 
 def measured(D: torch.Tensor, fresh: torch.Tensor) -> tuple[float, float, float, float]:
@@ -44,13 +45,14 @@ def main() -> None:
             for age in AGES:
                 now = momentum[start + age][name]
                 fresh = GramNS()(now)
+                found.setdefault((age, FRESH), []).append(measured(fresh, fresh))
                 for clip in CLIPS:
                     D, _, _ = CacheGNS(clip=clip)(now, Q, math.inf, step=start + age)
                     found.setdefault((age, clip), []).append(measured(D, fresh))
     cells = [["age", "clip", "residual, median", "largest", "largest singular value", "median", "cosine"]]
     for (age, clip), values in sorted(found.items()):
         residuals, tops, middles, cosines = zip(*values, strict=True)
-        share = f"1/{1 / clip:g}" if clip else "0"
+        share = "fresh" if clip == FRESH else f"1/{1 / clip:g}" if clip else "0"
         spread = [f"{median(residuals):.2f}", f"{max(residuals):.1f}", f"{max(tops):.1f}"]
         cells.append([str(age), share, *spread, f"{median(middles):.2f}", f"{median(cosines):.2f}"])
     print(to_markdown(cells))
