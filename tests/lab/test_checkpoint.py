@@ -165,7 +165,9 @@ def test_a_record_that_cannot_grow_says_so(config, tmp_path):
     assert len(Run.open(tmp_path / "run").steps) == 1
 
 
-def test_a_second_interrupt_is_not_held_back():
+def test_a_second_interrupt_is_not_held_back(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with _interrupts() as pressed:
         assert not pressed()
         os.kill(os.getpid(), signal.SIGINT)
