@@ -6,10 +6,9 @@ The text is `train.bin` and `val.bin` with bytes as uint16 (`cachemuon prepare t
 `--vocabulary DIR`, GPT-2's `encoder.json` and `vocab.bpe`, it is in GPT-2's tokens, and made bytes in the
 folder of the study. The images are CIFAR-10's binary files. Every method is tuned over the same learning
 rates with the first seed, and trained at its best with all; the paper's other gammas have the rate of gamma
-5. Then one setting of CacheMuon is changed at a time. A run has one thread;
-times are measured apart, at the end, when nothing else should run. Called again, the study goes on:
-finished runs are read. At its end it writes `beyond.json` and `beyond.png`, and with `--page` the tables of
-that page.
+5. Then one setting of CacheMuon is changed at a time. A run has one thread; times are measured apart, at the
+end, when nothing else should run. Called again, the study goes on: finished runs are read. At its end it
+writes `beyond.json` and `beyond.png`, and with `--page` the tables of that page.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig
 from cachemuon_lab.data.prepare import SPLITS
-from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS
+from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS, gpt2_encoding
 from cachemuon_lab.models import build
 from cachemuon_lab.optimizers import Meter, make_optimizer
 from cachemuon_lab.performance import Cells, renewed
@@ -49,7 +48,7 @@ from cachemuon_lab.train import open_data, train
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
 SEEDS = (0, 1, 2)
 TIMED, CPU = 42, torch.device("cpu")  # steps: six lives of a transform
-RATES = {"muon": (0.01, 0.02, 0.04), "adamw": (1e-3, 2e-3, 4e-3)}
+RATES = {"lr": (0.01, 0.02, 0.04), "adam_lr": (1e-3, 2e-3, 4e-3)}
 BASE = OptimizerConfig("gram", momentum=0.95, adam_lr=2e-3)
 METHODS = (
     replace(BASE, kind="polar"),
@@ -88,9 +87,14 @@ class Job(NamedTuple):
     @property
     def slug(self) -> str:
         """The name of its folder."""
-        rate = self.optimizer.adam_lr if self.optimizer.kind == "adamw" else self.optimizer.lr
+        rate = getattr(self.optimizer, rate_of(self.optimizer))
         told = [setting.removeprefix("optimizer.").replace("=", "") for setting in self.settings]
         return "-".join([self.task, self.optimizer.slug, f"lr{rate:g}", *told, f"s{self.seed}"])
+
+
+def rate_of(optimizer: OptimizerConfig) -> str:
+    """The name of the learning rate that a method is tuned by."""
+    return "adam_lr" if optimizer.kind == "adamw" else "lr"
 
 
 class Study:
@@ -119,11 +123,11 @@ class Study:
     def results(self) -> dict[str, Any]:
         """Train everything, and sum it up: for each task its methods and ablations."""
         grid = self.run(job for task in self.data for method in METHODS for job in search(task, method))
-        tuned = {}
-        for task in self.data:
-            for method in METHODS:
-                best = min(search(task, method), key=lambda job: _loss(grid[job])).optimizer
-                tuned[task, method] = best
+        tuned = {
+            (task, method): min(search(task, method), key=lambda job: _loss(grid[job])).optimizer
+            for task in self.data
+            for method in METHODS
+        }
         rows = {task: [tuned[task, method] for method in METHODS] for task in self.data}
         for task in self.data:
             rows[task] += [replace(tuned[task, PAPER], gamma=gamma) for gamma in GAMMAS[task]]
@@ -169,8 +173,8 @@ class Study:
 
 def search(task: str, method: OptimizerConfig) -> list[Job]:
     """A method at each of the learning rates, with the first seed."""
-    name, values = ("adam_lr", RATES["adamw"]) if method.kind == "adamw" else ("lr", RATES["muon"])
-    return [Job(task, replace(method, **{name: value}), SEEDS[0]) for value in values]
+    name = rate_of(method)
+    return [Job(task, replace(method, **{name: value}), SEEDS[0]) for value in RATES[name]]
 
 
 def ablations(task: str, ours: OptimizerConfig, gram: OptimizerConfig) -> Iterator[Job]:
@@ -197,7 +201,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "kind": optimizer.kind,
         "label": optimizer.label,
         "gamma": optimizer.gamma,
-        "lr": optimizer.adam_lr if optimizer.kind == "adamw" else optimizer.lr,
+        "lr": getattr(optimizer, rate_of(optimizer)),
         "losses": [round(_loss(run), 4) for run in runs],
         "accuracies": [run.validations[-1]["accuracy"] for run in runs],
         "outcomes": {name: number for name, number in outcomes.items() if number},
@@ -209,11 +213,10 @@ def share_at_gpt2_small(row: dict[str, Any]) -> float:
     """Executed FLOPs beside GramMuon's, if the matrices of GPT-2 Small had these outcomes, clipped alike."""
     spent = fresh = 0.0
     calls = sum(row["outcomes"].values())
+    probe: Any = "exact" if row["kind"] == "paper" else "sketch"
+    clip = CacheGNS(clip=OptimizerConfig.clip if row["kind"] == "cache" else 0.0)
     for n, m in GPT2_SMALL:
-        small, large = min(n, m), max(n, m)
-        rank = CacheGNS(clip=OptimizerConfig.clip).rank(small) if row["kind"] == "cache" else 0
-        probe: Any = "exact" if row["kind"] == "paper" else "sketch"
-        cost = executed_by(GramNS(), small, large, probe=probe, rank=rank)
+        cost = executed_by(GramNS(), n, m, probe=probe, rank=clip.rank(min(n, m)))
         fresh += cost.gram
         spent += sum(cost.price_of(name) * number / calls for name, number in row["outcomes"].items())
     return spent / fresh
@@ -226,10 +229,10 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
         gram, *_ = (row for row in found["methods"] if row["kind"] == "gram")
         ours, *_ = (row for row in found["methods"] if row["kind"] == "cache")
         made[f"{task}_methods"] = f"{task}: methods", _methods(found["methods"], gram)
-        heads = ["", *(f"{rate:g}" for rate in RATES["muon"])]
-        searched = found["rates"] | {f"AdamW ({_list(RATES['adamw'])})": found["rates"]["AdamW"]}
-        del searched["AdamW"]
-        rates = [[name, *(f"{loss:.4f}" for loss in losses)] for name, losses in searched.items()]
+        heads = ["", *(f"{rate:g}" for rate in RATES["lr"])]
+        own = {"AdamW": f"AdamW ({', '.join(f'{rate:g}' for rate in RATES['adam_lr'])})"}
+        searched = sorted(found["rates"].items(), key=lambda item: item[0] in own)
+        rates = [[own.get(name, name), *(f"{loss:.4f}" for loss in losses)] for name, losses in searched]
         made[f"{task}_rates"] = f"{task}: learning rates", [heads, *rates]
         made[f"{task}_ablations"] = f"{task}: ablations", _ablations(found["ablations"], gram, ours)
     return made
@@ -271,10 +274,6 @@ def _ablations(rows: list[dict[str, Any]], gram: dict[str, Any], ours: dict[str,
         told = row["settings"].removeprefix("optimizer.")
         cells.append([told, name, f"{row['losses'][0]:.4f}", _hits(row), f"{share:.0%}"])
     return cells
-
-
-def _list(numbers: Iterable[float]) -> str:
-    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def _hits(row: dict[str, Any]) -> str:
@@ -319,10 +318,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def as_bytes(tokens: Path, vocabulary: Path, out: Path) -> Path:
     """The text of GPT-2's tokens as a folder of bytes, with a zero after each document."""
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-
-    ranks = data_gym_to_mergeable_bpe_ranks(str(vocabulary / "vocab.bpe"), str(vocabulary / "encoder.json"))
-    words = {number: word for word, number in ranks.items()} | {TOKENIZERS["gpt2"][1]: b"\0"}
+    encoding, (size, end) = gpt2_encoding(vocabulary), TOKENIZERS["gpt2"]
+    words = [b"\0" if number == end else encoding.decode_single_token_bytes(number) for number in range(size)]
     out.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         ids = np.fromfile(tokens / f"{split}.bin", dtype=FILE_DTYPE)

@@ -220,7 +220,7 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 1,
     settings: Set = None,
     extra: Annotated[
-        list[str] | None, typer.Option("--with", metavar="KIND", help="One more: adamw, stale, jordan, cache")
+        list[str] | None, typer.Option("--with", metavar="KIND", help="Add adamw, stale, jordan or cache.")
     ] = None,
     out: Out = None,
     overwrite: Overwrite = False,

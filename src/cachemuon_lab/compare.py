@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from cachemuon_lab.config import OptimizerConfig, RunConfig, with_overrides
+from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig, with_overrides
 from cachemuon_lab.recipes import Recipe, recipe
 from cachemuon_lab.record import CONFIG, Run
 from cachemuon_lab.train import Progress, Ranks, train
@@ -45,7 +45,7 @@ def variant(
     if kind not in KINDS:
         raise ValueError(f"optimizer must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
     for name, value, owners in (
-        ("gamma", gamma, ("paper", "cache")),
+        ("gamma", gamma, CACHING),
         ("max_age", max_age, ("cache",)),
     ):
         if value is not None and kind not in owners:

@@ -108,9 +108,8 @@ class OptimizerConfig:
         """The settings that the name has: of CacheMuon those that are not its defaults."""
         if self.kind == "paper":
             return ["gamma"]
-        default = OptimizerConfig.__dataclass_fields__
         own = {"cache": CACHE_SETTINGS, "stale": ("period",)}.get(self.kind, ())
-        return [name for name in own if getattr(self, name) != default[name].default]
+        return [name for name in own if getattr(self, name) != getattr(OptimizerConfig, name)]
 
     @property
     def slug(self) -> str:

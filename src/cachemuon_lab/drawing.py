@@ -78,8 +78,7 @@ def styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
         tint = colour(optimizer)
         used = [style["ls"] for style in found if style["color"] == tint]
         free = [dash for dash in DASHES if dash not in used]
-        style = {"color": tint, "ls": free[0] if free else ":", "marker": MARKERS[optimizer.kind]}
-        found.append(style)
+        found.append({"color": tint, "ls": free[0] if free else ":", "marker": MARKERS[optimizer.kind]})
     return found
 
 

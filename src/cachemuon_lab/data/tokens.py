@@ -38,29 +38,33 @@ def load_encode(
     """
     if tokenizer == "bytes":
         return lambda texts: [text.encode("utf-8", "replace") for text in texts]
+    encoding = gpt2_encoding(vocabulary_files)
+    return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+
+
+def gpt2_encoding(vocabulary_files: str | os.PathLike[str] | None = None) -> Any:
+    """GPT-2's `tiktoken.Encoding`; for `vocabulary_files` see `load_encode`."""
     import tiktoken  # type: ignore[import-not-found, unused-ignore]
 
     if vocabulary_files is None:
         try:
-            encoding = tiktoken.get_encoding("gpt2")
+            return tiktoken.get_encoding("gpt2")
         except OSError as error:
             hint = "pass vocabulary_files, a folder with its encoder.json and vocab.bpe"
             raise OSError(f"GPT-2's vocabulary could not be downloaded: {hint} ({error})") from error
-    else:
-        from tiktoken.load import data_gym_to_mergeable_bpe_ranks as ranks  # type: ignore[import-not-found, unused-ignore]
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks as ranks  # type: ignore[import-not-found, unused-ignore]
 
-        encoding = tiktoken.Encoding(
-            "gpt2",
-            pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-            mergeable_ranks=ranks(
-                os.path.join(vocabulary_files, "vocab.bpe"),
-                os.path.join(vocabulary_files, "encoder.json"),
-                "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-                "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-            ),
-            special_tokens={"<|endoftext|>": TOKENIZERS["gpt2"][1]},
-        )
-    return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        mergeable_ranks=ranks(
+            os.path.join(vocabulary_files, "vocab.bpe"),
+            os.path.join(vocabulary_files, "encoder.json"),
+            "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+            "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+        ),
+        special_tokens={"<|endoftext|>": TOKENIZERS["gpt2"][1]},
+    )
 
 
 class Tokens:
