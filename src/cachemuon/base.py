@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .groups import matrix_shape
+from .host import Kept, Ledger
 from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
 from .polar import Solver, full_precision
-from .stats import COLUMNS, READINGS, Event, new_counters, outcome_counts, summary
-from .workspace import Workspace
+from .schedules import QUINTIC, Schedule
+from .stats import COLUMNS, RESIDUALS, Event, new_counters, outcome_counts, summary
 
 ADAM_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -40,13 +41,22 @@ class MatrixOptimizer(Optimizer):
     attributes in `deepcopy` and pickling.
     """
 
-    counters_on_host = False
     RECIPE: tuple[str, ...] = ("solver", "eps", "momentum", "nesterov", "step")
     """The settings that matrices must share to be worked on together; lr and decay may differ."""
 
     def __init__(self, params: ParamsT, solver: Solver, eps: float | None, **settings: Any) -> None:
         settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
         super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **settings})
+        self._kept = Kept()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kept = Kept()
 
     @abstractmethod
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
@@ -62,6 +72,7 @@ class MatrixOptimizer(Optimizer):
             raise ValueError(f"solver must be a Solver such as GramNS(), got {group['solver']!r}")
         _check_non_negative(group, "lr", "weight_decay", "eps")
         _check_decay("momentum", group["momentum"])
+        _check_absent(group, "maximize")
         if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR_FNS:
             raise ValueError(
                 f"adjust_lr_fn must be one of {', '.join(map(repr, ADJUST_LR_FNS))} or None (as in torch: "
@@ -79,6 +90,7 @@ class MatrixOptimizer(Optimizer):
         """
         group = dict(param_group)
         own_eps = "eps" in group
+        _check_once(group)
         if group.get("use_muon", True):
             group.setdefault("step", max((g.get("step", 0) for g in self.param_groups), default=0))
         else:
@@ -119,23 +131,43 @@ class MatrixOptimizer(Optimizer):
                 self._adam(group, [param for _, param in members])
                 continue
             group["step"] += 1
-            recipe, ceiling = tuple(group[key] for key in self.RECIPE), self._ceiling(group)
-            for name, param in members:
-                state = self._matrix_state(param, group)
-                matrices += matrices_of(name, param, group, state, recipe, ceiling)
+            recipe = tuple(group[key] for key in self.RECIPE)
+            for _, param in members:
+                matrices += matrices_of(param, group, self._matrix_state(param, group), recipe)
         if matrices:
             self._orthogonalize(matrices)
 
-    def _ceiling(self, group: dict[str, Any]) -> int:
-        """The bytes that a batch may take beside the state."""
-        return int(group["max_workspace_bytes"])
+    def _rows(self, entry: str, matrices: list[Matrix]) -> list[list[Any]]:
+        """The "counters" or "residuals" of each matrix, which the host knows by heart."""
+        ledger: Ledger = getattr(self._kept, entry)
+        return [ledger.rows(x.state[entry])[x.index] for x in matrices]
 
-    def _workspace(self) -> Workspace:
-        workspace: Workspace = self.__dict__.setdefault("_memory", Workspace())
-        return workspace
+    def _post(self, entry: str, matrices: list[Matrix], rows: list[list[Any]]) -> None:
+        """Write the "counters" or "residuals" of each matrix; those of a stack follow one another."""
+        tensors: list[Tensor] = []
+        parts: list[list[list[Any]]] = []
+        for x, row in zip(matrices, rows, strict=True):
+            if x.index == 0:
+                tensors.append(x.state[entry])
+                parts.append([])
+            parts[-1].append(row)
+        ledger: Ledger = getattr(self._kept, entry)
+        ledger.post(tensors, parts)
 
-    def _settle(self) -> None:
-        """Bring the state up to date with what is still on its way to the host."""
+    def _settle(self, *, wait: bool = True) -> None:
+        """Bring the counters up to date with what is still on its way to the host."""
+        if not self._kept.settle(wait=wait):
+            self._warn_non_finite()
+
+    def _warn_non_finite(self) -> None:
+        if not self._kept.warned:
+            self._kept.warned = True
+            warnings.warn(
+                "a gradient has a NaN or Inf: that matrix, its momentum and its transform were left as they "
+                "were for the step; cache_stats() counts such steps as 'non-finite'. This is said once.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _with_grad(self, index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name, param in _named(group, index):
@@ -149,9 +181,11 @@ class MatrixOptimizer(Optimizer):
         state: dict[str, Any] = self.state[param]
         if "counters" not in state:
             number = matrix_shape(param.shape, group["view"])[0]
-            device = "cpu" if self.counters_on_host else param.device
-            state["counters"] = torch.tensor([new_counters()] * number, device=device)
-            state["residuals"] = torch.full((number, len(READINGS)), math.nan, device=param.device)
+            # On the host, which decides by them, and knows what it has written.
+            state["counters"] = torch.empty(number, len(COLUMNS), dtype=torch.int64, device="cpu")
+            self._kept.counters.post([state["counters"]], [[new_counters()] * number])
+            state["residuals"] = torch.empty(number, len(RESIDUALS), dtype=torch.float32, device="cpu")
+            self._kept.residuals.post([state["residuals"]], [[[math.nan] * len(RESIDUALS)] * number])
         return state
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -197,6 +231,15 @@ class MatrixOptimizer(Optimizer):
         The live solvers stay, with a warning if their text differs from the saved one. Settings that
         the saved groups lack stay as they are. Nothing of `state_dict` is shared or changed.
         """
+        self._settle()
+        before = {key: self.__dict__[key] for key in ("state", "param_groups", "_kept")}
+        try:
+            self._load(state_dict)
+        except Exception:
+            self.__dict__.update(before)  # torch has made them anew: these are as they were
+            raise
+
+    def _load(self, state_dict: StateDict) -> None:
         live = [dict(group) for group in self.param_groups]
         loaded: list[StateDict] = []  # what the user's own hooks made of it
         handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
@@ -216,26 +259,25 @@ class MatrixOptimizer(Optimizer):
                 warnings.warn(
                     f"the saved state was made with solver {saved['solver']}, going on with "
                     f"{before['solver']!r}",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         saved_keys = [key for group in saved_groups for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(saved_keys, params, strict=True):
+        params = [
+            (name, param, group)
+            for index, group in enumerate(self.param_groups)
+            for name, param in _named(group, index)
+        ]
+        for key, (name, param, group) in zip(saved_keys, params, strict=True):
             for entry, value in state_dict["state"].get(key, {}).items():
-                self.state[param][entry] = self._restored(param, entry, value, self.state[param][entry])
+                if isinstance(value, Tensor):
+                    _check_entry(name, param, group, entry, value)
+                    restored = self._restored(param, entry, value, self.state[param][entry])
+                    self.state[param][entry] = restored
 
-    def _restored(self, param: Tensor, entry: str, saved: Any, loaded: Any) -> Any:
+    def _restored(self, param: Tensor, entry: str, saved: Tensor, loaded: Tensor) -> Tensor:
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
-        if not isinstance(saved, Tensor):
-            return loaded
         if entry in ("counters", "residuals", "transform"):
-            columns = {"counters": len(COLUMNS), "residuals": len(READINGS)}.get(entry, saved.shape[-1])
-            if saved.shape[-1] != columns:
-                raise ValueError(
-                    f"{entry} must have {columns} columns, got {saved.shape[-1]}: of another version"
-                )
-            on_host = entry == "counters" and self.counters_on_host
-            return saved.to("cpu" if on_host else loaded.device, copy=True)
+            return saved.to(loaded.device if entry == "transform" else "cpu", copy=True)
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)
         return _laid_out_as(param, loaded).clone()
@@ -282,6 +324,25 @@ class MatrixOptimizer(Optimizer):
                     yield name if single else f"{name}[{i}]", group, param, counters, residuals
 
 
+def shorthand(coefficients: Any, steps: int | None, solver: Solver | None) -> Schedule:
+    """torch.optim.Muon's `ns_coefficients` and `ns_steps`: one triple repeated; or a triple for each step."""
+    if solver is not None:
+        raise ValueError(
+            f"solver and ns_coefficients or ns_steps exclude each other, got solver={solver!r}, "
+            f"ns_coefficients={coefficients!r}, ns_steps={steps!r}"
+        )
+    if steps is not None and not (isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"ns_steps must be an integer >= 1, got {steps!r}")
+    triples = QUINTIC.triples[:1] if coefficients is None else tuple(coefficients)
+    if triples and not isinstance(triples[0], Sequence):
+        triples = (triples,)
+    if len(triples) == 1:
+        triples = triples * (5 if steps is None else steps)
+    if steps is not None and len(triples) != steps:
+        raise ValueError(f"ns_steps must be the number of ns_coefficients, {len(triples)}, got {steps!r}")
+    return Schedule(triples)
+
+
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
     """The tensor in the parameter's memory layout: the fused kernel walks over both alike."""
     if tensor.shape != param.shape or tensor.stride() == param.stride():
@@ -292,6 +353,38 @@ def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
 def _named(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
     names = group.get("param_names") or [f"group{index}.param{i}" for i in range(len(group["params"]))]
     return zip(names, group["params"], strict=True)
+
+
+def _check_once(group: dict[str, Any]) -> None:
+    params = group["params"]
+    if isinstance(params, Tensor):
+        return
+    group["params"] = params = list(params)  # it may be a generator
+    tensors = [one[1] if isinstance(one, tuple) else one for one in params]
+    for i, tensor in enumerate(tensors):
+        if any(tensor is other for other in tensors[:i]):
+            raise ValueError(
+                f"params must have each parameter once, got the one of shape {tuple(tensor.shape)} twice"
+            )
+
+
+def _check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, saved: Tensor) -> None:
+    """Refuse a saved entry that is not this parameter's, or of another version of this library."""
+    if not group["use_muon"]:
+        return
+    number, rows, cols = matrix_shape(param.shape, group["view"])
+    n = min(rows, cols)
+    expected = {
+        "counters": (number, len(COLUMNS)),
+        "residuals": (number, len(RESIDUALS)),
+        "transform": (n, n) if number == 1 else (number, n, n),
+        "momentum_buffer": tuple(param.shape),
+    }
+    if entry in expected and tuple(saved.shape) != expected[entry]:
+        raise ValueError(
+            f"{name}: {entry} must have shape {expected[entry]}, got {tuple(saved.shape)}: of another "
+            f"parameter, or of another version"
+        )
 
 
 def _check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
@@ -320,7 +413,11 @@ def _check_adam_group(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
         _check_decay("betas", beta)
-    for key in ("amsgrad", "maximize"):
+    _check_absent(group, "amsgrad", "maximize")
+
+
+def _check_absent(group: dict[str, Any], *keys: str) -> None:
+    for key in keys:
         if group.get(key):
             raise ValueError(f"{key} must be left out or False, got {group[key]!r}")
 

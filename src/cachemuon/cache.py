@@ -1,4 +1,4 @@
-"""CacheGNS: probe the cached transform, decide, apply it or solve again; and the guard of its cost."""
+"""CacheGNS: probe the cached transform, decide, apply it or solve again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .flops import Executed
-from .polar import GramNS, computed_in, full_precision, normalizer, rescale, restore, wide_batch
+from .polar import (
+    GramNS,
+    computed_in,
+    full_precision,
+    gram_transform,
+    normalizer,
+    rescale,
+    restore,
+    wide_batch,
+)
 from .probe import exact_residual, paired_residual, random_block, sketched_residual
+from .products import symmetric
+from .schedules import ROOT
 from .stats import NO_AGE, REFRESHES, Event
 from .workspace import Workspace
 
@@ -35,7 +45,7 @@ def decide(
     if not finite:
         return "non-finite"
     if resting:
-        return "guarded"
+        return "resting"
     if age == NO_AGE:
         return "cold"
     if not probed(age, max_age):
@@ -49,72 +59,6 @@ def probed(age: int, max_age: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Guard:
-    """The break-even guard of one shape: it sets the cache aside where it costs more than it saves.
-
-    A matrix has a balance, in thousandths of its cheapest fresh solve. A hit earns what it saves of that
-    solve, a miss pays what it costs beyond it, so the balance falls while the hit rate is below
-    break-even. At a debt of one solve the cache rests: the matrix is solved by the cheapest solver, and
-    tried again after 32 steps, then 64, up to 1024, each time for half a solve; after a try that saved a
-    whole solve all is as in the beginning. Without such a try T steps cost about (1 + log2(T / 32) / 2)
-    solves more than fresh ones. Where not even hits would pay, as those of small matrices that are clipped,
-    it always rests.
-
-    >>> guard = Guard.of(Executed(768, 768, restarts=1))
-    >>> guard.gains["hit"] > 900, guard.gains["residual"] < -250
-    (True, True)
-    >>> (balance, wait, interval), tries = (0, 0, 0), 0
-    >>> while not wait:
-    ...     balance, wait, interval = guard.after("residual", balance, wait, interval)
-    ...     tries += 1
-    >>> tries, wait
-    (4, 32)
-    """
-
-    gains: dict[str, int]
-
-    DEBT = 1000
-    CAP = 4000  # savings that a cache may live on when it no longer hits
-    INTERVALS = (32, 1024)
-    THIN = 8  # a FLOP of a thin product, bound by memory, takes that much longer (docs/performance.md),
-    LARGEST_FEE = 300  # but for a small matrix it is not FLOPs that take the time
-    CALLS = 16_000_000  # FLOPs that take as long as the many small calls of a clipped hit
-
-    @classmethod
-    def of(cls, cost: Executed, *, lagged: bool = False) -> Guard:
-        """The guard for matrices of that cost. A lagged gate makes no probe before it solves."""
-
-        def gain(price: int) -> int:
-            return round(1000 * (1 - price / cost.baseline))
-
-        thin = cost.recheck if lagged else cost.recheck + (cost.probing if cost.probe == "sketch" else 0)
-        miss = max(gain((cost.cold if lagged else cost.miss) + (cls.THIN - 1) * thin), -cls.LARGEST_FEE)
-        hit, cold = gain(cost.hit + (cls.CALLS if cost.rank else 0)), gain(cost.cold)
-        if lagged:  # it was preceded by a hit that should not have been one, and gives back what that earned
-            miss -= hit
-        return cls({"hit": hit, "residual": miss, "cold": cold, "stale": cold})
-
-    def resting(self, wait: int) -> bool:
-        """Whether the cache is set aside: after tries that failed, or since not even hits would pay."""
-        return wait > 0 or self.gains["hit"] <= 0
-
-    def after(self, outcome: str, balance: int, wait: int, interval: int) -> tuple[int, int, int]:
-        """Balance, steps still to wait, and the length of the last wait, after an outcome."""
-        if outcome == "guarded":
-            return balance, max(wait - 1, 0), interval
-        if outcome == "non-finite":
-            return balance, wait, interval
-        balance = min(balance + self.gains[outcome], self.CAP)
-        if balance >= self.DEBT:
-            interval = 0
-        if balance > (-self.DEBT if interval == 0 else -self.DEBT // 2):
-            return balance, 0, interval
-        first, longest = self.INTERVALS
-        interval = min(max(first, 2 * interval), longest)
-        return 0, interval, interval
-
-
-@dataclass(frozen=True)
 class Candidate:
     """What a probe leaves for the hit, if there is one: nothing; or the direction itself, `formed (B, n, m)`;
     or the factors `left (B, n, k)` and `right (B, k, n)` of its repair, `(Q + left right) U`.
@@ -124,23 +68,30 @@ class Candidate:
     left: Tensor | None = None
     right: Tensor | None = None
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is left."""
-        return self.formed is None and self.left is None
-
     def __getitem__(self, rows: list[int] | slice) -> Candidate:
         """That of some matrices of the batch."""
         parts = (self.formed, self.left, self.right)
         return Candidate(*(None if part is None else part[rows] for part in parts))
 
     @staticmethod
-    def joined(candidates: Sequence[Candidate]) -> Candidate:
-        """Those of several batches as one."""
-        if len(candidates) < 2:
-            return candidates[0] if candidates else Candidate()
-        columns = zip(*((one.formed, one.left, one.right) for one in candidates), strict=True)
-        return Candidate(*(None if parts[0] is None else torch.cat(parts) for parts in columns))
+    def gathered(places: Sequence[tuple[Candidate, int]]) -> Candidate:
+        """Those of single matrices, each a place in the candidate of a batch, as one."""
+        names = ("formed", "left", "right")
+        columns = [[(getattr(one, name), place) for one, place in places] for name in names]
+        return Candidate(*(None if column[0][0] is None else gathered(column) for column in columns))
+
+
+def gathered(places: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """`tensor[place]` of each, stacked; a view where they follow one another in one tensor.
+
+    >>> numbers = torch.arange(4)
+    >>> gathered([(numbers, 1), (numbers, 2)]).data_ptr() == numbers[1:].data_ptr()
+    True
+    """
+    tensor, first = places[0]
+    if all(one is tensor and place == first + i for i, (one, place) in enumerate(places)):
+        return tensor[first : first + len(places)]
+    return torch.stack([one[place] for one, place in places])
 
 
 @dataclass(frozen=True)
@@ -152,10 +103,12 @@ class CacheGNS:
     once it is accepted.
 
     With `clip > 0` a cached direction is repaired before it is judged: where Q meets directions that it
-    was never made for, it amplifies them, and C gets a few singular values far above 1. A random block of
-    `clip n` vectors and one power step find their span Y; inside it C is replaced by its own polar factor:
-    `D = C + Y (A - I) Y^T C` with `A Y^T C = polar(Y^T C)`. Still a transform of X, `Q + Y (A - I) Y^T Q`,
-    which is used once and never kept.
+    was never made for, it amplifies them, and C gets a few singular values far above 1. A random block Y0 of
+    `clip n` vectors finds them, by the Nystrom approximation `C C^T ~ V V^T`, `V = C C^T Y0 L^-T` with
+    `L L^T = Y0^T C C^T Y0`: the long columns of V are the long directions of C. With `R = (I + V^T V)^(-1/2)`
+    and `Y = V R`, orthonormal where V is long, `D = C + Y (R - I) Y^T C` shortens a singular value s of V to
+    between 1 and 1.16 where it is above 1.4, and leaves small ones alone. Still a transform of X,
+    `Q + Y (R - I) Y^T Q`, which is used once and never kept.
 
     >>> solver = CacheGNS()
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -222,7 +175,7 @@ class CacheGNS:
         U, workspace = wide_batch(M), Workspace()
         B, n = U.shape[:2]
         scale = normalizer(U, self.fresh.eps, out=workspace.like("direction", U, computed_in(U.dtype)))
-        z = random_block(n, self.columns(n), seed=seed, step=step, device=U.device, dtype=scale.dtype)
+        z = random_block(n, self.columns(n), seed=seed, step=step, dtype=scale.dtype).to(U.device)
         next_age = NO_AGE if transform is None else age + 1
         Q = None if transform is None else transform.reshape(B, n, n)
         residual, candidate = torch.full_like(scale.flatten(), math.nan), Candidate()
@@ -277,23 +230,27 @@ class CacheGNS:
             C = self.apply(U, scale, Q, Candidate(), Workspace())  # of its own: it waits for the gate
             return exact_residual(C), Candidate(formed=C)
         if self.clip:
-            return self._clipped(U.to(Q.dtype), _scaled(Q, scale, workspace), z)
+            return self._clipped(U.to(Q.dtype), scale, Q, z, workspace)
         return sketched_residual(z, _scaled(Q, scale, workspace), U.to(Q.dtype)), Candidate()
 
-    def _clipped(self, U: Tensor, Q: Tensor, block: Tensor) -> tuple[Tensor, Candidate]:
-        """The residual of the repaired `D = (Q + Y (A - I) Y^T Q) U`, which is not formed, and the repair."""
-        z, Y0 = block.split((self.vectors, block.shape[-1] - self.vectors), dim=-1)
-        E, F = (block.mT @ Q @ U).split((z.shape[-1], Y0.shape[-1]), dim=-2)  # z^T C and Y0^T C
-        Y = torch.linalg.qr(Q @ (U @ F.mT)).Q  # of C C^T Y0: the directions that Q amplifies
-        B = Y.mT @ Q
-        S = B @ U  # Y^T C
-        scale = normalizer(S, self.fresh.eps)
-        # Without restarts it is right to 1e-3, however S is spiked.
-        small = GramNS(self.fresh.schedule, (), self.fresh.eps, S.dtype)
-        _, A = small.solve_with_transform(S * scale, Workspace())
-        A.mul_(scale).diagonal(dim1=-2, dim2=-1).sub_(1)  # (A - I) S = polar(S) - S
-        residual = paired_residual(z, E + (z.mT @ Y) @ A @ S)
-        return residual, Candidate(left=Y, right=A @ B)
+    def _clipped(
+        self, U: Tensor, scale: Tensor, Q: Tensor, block: Tensor, workspace: Workspace
+    ) -> tuple[Tensor, Candidate]:
+        """The residual of the repaired direction, `scale (Q + Y (R - I) Y^T Q) U`, which is not formed, and
+        what repairs it.
+        """
+        k, z = self.vectors, block[:, : self.vectors]
+        thin = torch.bmm(block.mT.expand(len(Q), -1, -1), Q).mul_(scale)  # z^T Q and Y0^T Q
+        F = torch.bmm(thin[:, k:], U)  # Y0^T C
+        W = torch.bmm(Q, torch.bmm(U, F.mT)).mul_(scale)  # C C^T Y0
+        V = torch.linalg.solve_triangular(_cholesky(F, workspace), W.mT, upper=False).mT
+        R = _inverse_root(V, workspace)  # (I + V^T V)^(-1/2)
+        Y = torch.bmm(V, R)
+        R.diagonal(dim1=-2, dim2=-1).sub_(1)
+        right = torch.bmm(R, torch.bmm(Y.mT, Q))
+        zY = torch.bmm(z.mT.expand(len(Q), -1, -1), Y).mul_(scale)
+        E = torch.baddbmm(thin[:, :k], zY, right)
+        return paired_residual(z, torch.bmm(E, U)), Candidate(left=Y, right=right)
 
     def apply(
         self,
@@ -314,11 +271,11 @@ class CacheGNS:
         dtype = self.fresh.precision(scale)
         direction = workspace.like("direction", U, dtype)
         if dtype == Q.dtype:
-            Q = _repaired(_scaled(Q, scale * gain, workspace), candidate, gain)
+            Q = _repaired(Q, scale * gain, candidate, workspace)
             return torch.bmm(Q, U.to(dtype), out=direction)
-        Q = _repaired(_scaled(Q, torch.ones_like(scale), workspace), candidate, 1 / scale)
+        Q = _repaired(Q, torch.ones_like(scale), candidate, workspace).to(dtype)
         X = rescale(U, scale).to(dtype)
-        return torch.bmm(Q.to(dtype), X, out=direction).to(scale.dtype).mul_(gain)
+        return torch.bmm(Q, X, out=direction).to(scale.dtype).mul_(gain)
 
     def refresh(self, X: Tensor, z: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """FreshGNS: direction, new transform, and the estimated residual of that direction.
@@ -330,10 +287,33 @@ class CacheGNS:
         return direction, Q, sketched_residual(z[:, : self.vectors], direction)
 
 
-def _repaired(Q: Tensor, candidate: Candidate, factor: Tensor) -> Tensor:
+def _repaired(Q: Tensor, factor: Tensor, candidate: Candidate, workspace: Workspace) -> Tensor:
+    """`(Q + left right) factor`."""
+    scaled = _scaled(Q, factor, workspace)
     if candidate.left is None or candidate.right is None:
-        return Q
-    return torch.baddbmm(Q, candidate.left, candidate.right * factor, out=Q)
+        return scaled
+    return torch.baddbmm(scaled, candidate.left, candidate.right * factor, out=scaled)
+
+
+def _cholesky(F: Tensor, workspace: Workspace) -> Tensor:
+    """L with `L L^T = F F^T`, and a shift that is just above rounding: it fails only where F is not finite.
+
+    Nothing is checked on the host.
+    """
+    gram = symmetric(F, F.mT, workspace.square("R", F))
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    limits = torch.finfo(F.dtype)
+    diagonal.add_(diagonal.sum(-1, keepdim=True).mul_(F.shape[-2] * limits.eps).add_(limits.tiny))
+    L: Tensor = torch.linalg.cholesky_ex(gram).L
+    return L
+
+
+def _inverse_root(V: Tensor, workspace: Workspace) -> Tensor:
+    """`(I + V^T V)^(-1/2)`, in the workspace."""
+    G = symmetric(V.mT, V, workspace.square("R", V.mT))
+    G.diagonal(dim1=-2, dim2=-1).add_(1)
+    norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True)
+    return gram_transform(G.div_(norm), ROOT.triples, workspace).mul_(norm.rsqrt_())
 
 
 def _scaled(Q: Tensor, factor: Tensor, workspace: Workspace) -> Tensor:

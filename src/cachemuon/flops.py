@@ -16,7 +16,9 @@ from typing import Literal
 
 import torch
 
-from .polar import GramNS
+from .polar import GramNS, StandardNS, gram_flops, standard_flops
+from .products import panels, symmetric_flops
+from .schedules import ROOT
 
 Shape = tuple[int, int]
 
@@ -26,7 +28,7 @@ OUTCOMES = {
     "residual": "miss",  # the gate refused the transform
     "stale": "cold",  # its age did: not probed
     "fresh": "gram",  # a solve that keeps no transform
-    "guarded": "baseline",  # the cheapest solve, the cache set aside
+    "resting": "baseline",  # the cheapest solve, the cache set aside
     "non-finite": None,  # skipped: no product at all
 }
 """Every outcome of one call, and the attribute of `Cost` that prices it."""
@@ -183,8 +185,8 @@ class Paper(Cost):
 class Executed(Cost):
     """What this library multiplies for one matrix. `vectors` is the sketch's width k; 0 if exact: no recheck.
 
-    `rank` is the number r of directions that a clipped hit repairs. The QR factorization of its n x r block
-    is not counted.
+    `rank` is the number r of directions that a clipped hit may repair; `pieces` is the number of panels that
+    symmetric products are computed in (`products.panels`).
 
     >>> cost = Executed(768, 3072)
     >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
@@ -194,24 +196,27 @@ class Executed(Cost):
     probe: Literal["sketch", "exact"] = "sketch"
     vectors: int = 8
     rank: int = 0
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least("rank", self.rank, 0)
+        _at_least("pieces", self.pieces, 1)
         if self.probe not in ("sketch", "exact"):
             raise ValueError(f"probe must be 'sketch' or 'exact', got {self.probe!r}")
         _at_least("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
 
     @property
     def gram(self) -> int:
-        """2(s+1) products of 2n^2 m; and of 2n^3: K for R^2, 3(K-1-s) for Q Z and the two of R."""
-        n, m, K, s = self.n, self.m, self.steps, self.restarts
-        return 4 * (s + 1) * n * n * m + 2 * n**3 * (K + 3 * (K - 1 - s))
+        """s+1 segments of `Y Y^T` and `Q Y`; and n x n products: K for R^2, 3(K-1-s) for Q P and two of R.
+        With full products 4(s+1) n^2 m + 2n^3 (K + 3(K-1-s)).
+        """
+        return gram_flops(self.n, self.m, self.steps, self.restarts, self.pieces)
 
     @property
     def standard(self) -> int:
-        """K (4n^2 m + 2n^3)."""
-        return self.steps * (4 * self.n**2 * self.m + 2 * self.n**3)
+        """With full products K (4n^2 m + 2n^3)."""
+        return standard_flops(self.n, self.m, self.steps, self.pieces)
 
     @property
     def baseline(self) -> int:
@@ -222,22 +227,25 @@ class Executed(Cost):
 
     @property
     def cache(self) -> int:
-        """2s n^3."""
-        return 2 * self.restarts * self.n**3
+        """s symmetric n x n products; 2s n^3 in full."""
+        return self.restarts * symmetric_flops(self.n, self.n, self.pieces)
 
     @property
     def probing(self) -> int:
         """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix. Clipped:
-        (2k + 6r)(nm + n^2), and what is small: the solve of r x m and products with r x r or k.
+        (2k + 4r) nm + (2k + 6r) n^2, and what is small: products with r x r or k. Not counted: the Cholesky
+        factor of r x r and the triangular solve with it.
         """
         n, m, k, r = self.n, self.m, self.vectors, self.rank
         if self.probe == "exact":
             return 4 * n * n * m
         if not r:
             return 4 * k * n * (m + n)
-        small = Executed(r, m, self.steps).transform
-        estimate = 2 * k * (n * r + r * r + r * m + k * m + k * n)
-        return (2 * k + 6 * r) * n * (m + n) + small + estimate + 2 * r * r * n
+        pieces, squares = panels(r, torch.float32), 4 * ROOT.steps - 3
+        grams = symmetric_flops(r, m, pieces) + symmetric_flops(r, n, pieces)
+        small = grams + squares * symmetric_flops(r, r, pieces) + 4 * r * r * n
+        estimate = 4 * k * n * r + 2 * k * k * (m + n)
+        return (2 * k + 4 * r) * n * m + (2 * k + 6 * r) * n * n + small + estimate
 
     @property
     def apply(self) -> int:
@@ -275,8 +283,21 @@ def executed_by(
     >>> executed_by(GramNS(), 768, 768).restarts, executed_by(GramNS(), 768, 3072).restarts
     (1, 0)
     """
-    restarts = len(solver.restarts_at(min(n, m), max(n, m), dtype))
-    return Executed(n, m, solver.schedule.steps, restarts, probe=probe, vectors=vectors, rank=rank)
+    n, m = sorted((n, m))
+    restarts, pieces = len(solver.restarts_at(n, m, dtype)), panels(n, dtype)
+    return Executed(
+        n, m, solver.schedule.steps, restarts, probe=probe, vectors=vectors, rank=rank, pieces=pieces
+    )
+
+
+def paper_cost(solver: StandardNS | GramNS, n: int, m: int) -> Paper:
+    """The paper's cost of a matrix under a solver: S = {2}, whatever restarts its precision needs.
+
+    >>> paper_cost(GramNS(), 768, 3072) == Paper(768, 3072)
+    True
+    """
+    steps = solver.schedule.steps
+    return Paper(n, m, steps, min(1, steps - 1))
 
 
 def price(cost: Cost, counters: Mapping[str, int]) -> int:

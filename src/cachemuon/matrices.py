@@ -10,104 +10,95 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .cache import Candidate, Guard
 from .groups import matrix_shape
 from .polar import computed_in, peak_of
-from .workspace import Workspace, workspace_bytes
+from .workspace import Workspace
 
 
 @dataclass(slots=True, eq=False)
 class Matrix:
-    """One matrix at one step. `grad` and `momentum` are rows x cols; `param` is the parameter itself,
-    or its slice where the parameter is a stack. What stands below `index` is filled in by CacheMuon
-    while it decides.
+    """One matrix at one step. `grad` and `momentum` are rows x cols; `param` is the parameter itself, or its
+    slice where the parameter is a stack.
     """
 
-    name: str
+    whole: Tensor  # the parameter
     param: Tensor
     grad: Tensor
     momentum: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
     kind: tuple[Any, ...]  # of one kind are matrices that can be worked on together
-    ceiling: int  # bytes of workspace
+    shape: tuple[int, int]  # (n, m), wide
+    tall: bool  # worked on as its transpose
     index: int = 0  # in the stack
-    counters: list[int] = field(default_factory=list)
-    guard: Guard | None = None
-    probed: bool = False
-    outcome: str = ""
-    scale: Tensor | None = None  # of its normalization
-    candidate: Candidate | None = None
+    factors: Tensor | None = None  # `-lr ratio`, `-lr weight_decay` and gamma, on the device
 
     @property
-    def tall(self) -> bool:
-        """Whether it is worked on as its transpose."""
-        return self.grad.shape[0] > self.grad.shape[1]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(n, m)`, wide."""
-        rows, cols = self.grad.shape
-        return (cols, rows) if rows > cols else (rows, cols)
+    def precision(self) -> torch.dtype:
+        """The dtype of its transform and residual."""
+        return computed_in(self.momentum.dtype)
 
 
 def matrices_of(
-    name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any], recipe: Hashable, ceiling: int
+    param: Tensor, group: dict[str, Any], state: dict[str, Any], recipe: Hashable
 ) -> list[Matrix]:
     """The matrices of a parameter that has a gradient; its momentum buffer is made on first sight.
 
-    `recipe` are the settings that matrices must share to be worked on together, in `ceiling` bytes.
+    `recipe` are the settings that matrices must share to be worked on together.
     """
     assert param.grad is not None
-    count, rows, cols = _matrix_shape(param.shape, group["view"])
+    count, rows, cols = shape_of(param.shape, group["view"])
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
     grad, momentum = param.grad, state["momentum_buffer"]
     if grad.dtype != param.dtype:
         grad = grad.to(param.dtype)
-    kind = (rows, cols, param.dtype, param.device, recipe)
+    kind, tall = (rows, cols, param.dtype, param.device, recipe), rows > cols
+    shape = (cols, rows) if tall else (rows, cols)
     if count == 1:
-        grad, momentum = grad.reshape(rows, cols), momentum.view(rows, cols)
-        return [Matrix(name, param, grad, momentum, group, state, kind, ceiling)]
+        if param.ndim > 2:
+            grad, momentum = grad.reshape(rows, cols), momentum.view(rows, cols)
+        return [Matrix(param, param, grad, momentum, group, state, kind, shape, tall)]
     slices = [param]
     for _ in range(param.ndim - 2):  # not one view: a 4-D stack may be in channels_last
-        slices = [part for whole in slices for part in whole.unbind(0)]
+        slices = [part for one in slices for part in one.unbind(0)]
     grads, momenta = grad.reshape(count, rows, cols), momentum.view(count, rows, cols)
     parts = zip(slices, grads.unbind(0), momenta.unbind(0), strict=True)
-    return [
-        Matrix(f"{name}[{i}]", p, g, m, group, state, kind, ceiling, i) for i, (p, g, m) in enumerate(parts)
-    ]
+    return [Matrix(param, p, g, m, group, state, kind, shape, tall, i) for i, (p, g, m) in enumerate(parts)]
+
+
+Item = TypeVar("Item")
 
 
 def batches(
-    matrices: Iterable[Matrix], key: Callable[[Matrix], Hashable] = lambda x: None
-) -> Iterator[list[Matrix]]:
-    """Matrices of one kind and key, as many at a time as their ceiling allows, and at least one."""
-    alike: dict[Hashable, list[Matrix]] = {}
-    for x in matrices:
-        alike.setdefault((x.kind, key(x)), []).append(x)
+    items: Iterable[Item], kind: Callable[[Item], Hashable], room: Callable[[Item], int], ceiling: int
+) -> Iterator[list[Item]]:
+    """Those of one kind, in their order, as many at a time as the ceiling has room for, and at least one.
+
+    >>> list(batches("aAbBcC", str.islower, lambda letter: 1, ceiling=2))
+    [['a', 'b'], ['c'], ['A', 'B'], ['C']]
+    """
+    alike: dict[Hashable, list[Item]] = {}
+    for item in items:
+        alike.setdefault(kind(item), []).append(item)
     for members in alike.values():
-        ceiling = min(x.ceiling for x in members)
-        size = max(1, ceiling // workspace_bytes(*members[0].shape, _itemsize(members[0])))
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
-
-
-def _itemsize(x: Matrix) -> int:
-    return computed_in(x.momentum.dtype).itemsize
-
-
-def prepare(batch: list[Matrix], workspace: Workspace) -> None:
-    """Make room for a batch."""
-    ceiling = min(x.ceiling for x in batch)
-    workspace.prepare(len(batch), *batch[0].shape, _itemsize(batch[0]), ceiling)
+        batch: list[Item] = []
+        taken = 0
+        for item in members:
+            size = room(item)
+            if batch and taken + size > ceiling:
+                yield batch
+                batch, taken = [], 0
+            batch.append(item)
+            taken += size
+        yield batch
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -132,7 +123,6 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
 
     The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum.
     """
-    prepare(batch, workspace)
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
     updated = torch.lerp(M, G, 1 - batch[0].group["momentum"], out=workspace.like("scratch", M))
     peak = peak_of(updated)
@@ -149,7 +139,6 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
 
 def update_of(batch: list[Matrix], workspace: Workspace) -> Tensor:
     """The same `U` again, when every gradient is known to be finite."""
-    prepare(batch, workspace)
     M = stack([x.momentum for x in batch])
     if not batch[0].group["nesterov"]:
         return _wide(batch, M)
@@ -166,9 +155,45 @@ def _wide(batch: list[Matrix], tensor: Tensor) -> Tensor:
     return tensor.mT if batch[0].tall else tensor
 
 
+LENGTH, DECAY, GAMMA = range(3)
+"""The columns of `factors_of`."""
+
+
+def factors_of(matrices: list[Matrix]) -> Tensor:
+    """`-lr ratio`, `-lr weight_decay` and gamma (0 without a cache) of each matrix, `(N, 3)` on the host.
+
+    An lr that lies on a device is left out: `assign_factors` multiplies with it there.
+    """
+    rows = []
+    for x in matrices:
+        group = x.group
+        lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
+        ratio = lr_ratio(group["adjust_lr_fn"], *x.grad.shape)
+        rows.append((-lr * ratio, -lr * group["weight_decay"], group.get("gamma", 0.0)))
+    return torch.tensor(rows, dtype=promoted(matrices), device="cpu")
+
+
+def promoted(matrices: list[Matrix]) -> torch.dtype:
+    """float64 if any of them is worked on in it, else float32."""
+    doubles = any(x.momentum.dtype == torch.float64 for x in matrices)
+    return torch.float64 if doubles else torch.float32
+
+
+def assign_factors(matrices: list[Matrix], factors: Tensor) -> None:
+    """Give each matrix its row of the factors, which are on its device now."""
+    for x, row in zip(matrices, factors.unbind(0), strict=True):
+        x.factors = row
+        if _on_device(lr := x.group["lr"]):
+            row[:GAMMA].mul_(lr.to(row.device))
+
+
+def _on_device(lr: Any) -> bool:
+    return isinstance(lr, Tensor) and lr.device.type != "cpu"
+
+
 def step_lengths(batch: list[Matrix], like: Tensor, finite: Tensor | None = None) -> Tensor:
     """`-lr ratio` for each matrix, `(B, 1, 1)` in the dtype of `like`; 0 where a gradient was not finite."""
-    return _factors([-x.group["lr"] * _ratio_of(x) for x in batch], like, finite).view(-1, 1, 1)
+    return factor(batch, LENGTH, like, finite).view(-1, 1, 1)
 
 
 def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) -> None:
@@ -177,27 +202,19 @@ def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) ->
     `steps`, wide `(B, n, m)`, carry their lengths. `finite=None` promises that every gradient is.
     """
     params = [x.param for x in batch]
-    decays = [-x.group["lr"] * x.group["weight_decay"] for x in batch]
-    if any(isinstance(decay, Tensor) or decay for decay in decays):
-        factors = list(_factors(decays, steps, finite).unbind(0))
-        torch._foreach_addcmul_(params, params, factors)
+    if any(x.group["weight_decay"] for x in batch):
+        torch._foreach_addcmul_(params, params, list(factor(batch, DECAY, steps, finite).unbind(0)))
     own = list(_wide(batch, steps).unbind(0))
-    if any(param.ndim > 2 for param in params):
+    if params[0].ndim > 2:
         own = [step.reshape(param.shape) for step, param in zip(own, params, strict=True)]
     torch._foreach_add_(params, own)
 
 
-def _factors(values: list[Any], like: Tensor, finite: Tensor | None) -> Tensor:
-    if any(isinstance(value, Tensor) for value in values):
-        scalars = [torch.as_tensor(v, dtype=like.dtype, device=like.device).reshape(()) for v in values]
-        factors = torch.stack(scalars)
-    else:
-        factors = torch.tensor(values, dtype=like.dtype, device=like.device)
+def factor(batch: list[Matrix], column: int, like: Tensor, finite: Tensor | None = None) -> Tensor:
+    """One column of the factors `(B,)` in the dtype of `like`; 0 where a gradient was not finite."""
+    rows = stack([x.factors for x in batch if x.factors is not None])
+    factors = rows[:, column].to(like.dtype)
     return factors if finite is None else torch.where(finite, factors, 0)
-
-
-def _ratio_of(x: Matrix) -> float:
-    return lr_ratio(x.group["adjust_lr_fn"], *x.grad.shape)
 
 
 ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")
@@ -220,4 +237,4 @@ def lr_ratio(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     return 0.2 * math.sqrt(max(rows, cols))
 
 
-_matrix_shape = cache(matrix_shape)
+shape_of = cache(matrix_shape)

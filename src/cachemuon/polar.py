@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .schedules import GRAM, POLAR_EXPRESS, Schedule
+from .products import panels, symmetric, symmetric_flops
+from .schedules import GRAM, POLAR_EXPRESS, Schedule, Triple
 from .workspace import Workspace
 
 EPS = 1e-7
+_BACKENDS: Any = torch.backends
+_MATMULS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul)
 
 
 def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Tensor | None = None) -> Tensor:
@@ -48,7 +52,7 @@ def normalizer(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Ten
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of norms, transforms and residuals of matrices in `dtype`: float32, float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def peak_of(M: Tensor) -> Tensor:
@@ -84,10 +88,18 @@ def restore(direction: Tensor, M: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision(*device_types: str) -> Iterator[None]:
-    """Within it autocast is off: it would turn the solvers' products into bf16."""
+    """Within it products are what they say: no autocast, which would turn them into bf16, and float32 in
+    float32, not in TF32, whose ten bits spoil an iteration without a restart.
+    """
     with ExitStack() as stack:
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
+        for backend in _MATMULS:
+            if (precision := backend.fp32_precision) not in ("none", "ieee"):
+                # What a backend has from the setting for all of them reads the same, and is left to it again.
+                inherited = precision == _BACKENDS.fp32_precision
+                stack.callback(setattr, backend, "fp32_precision", "none" if inherited else precision)
+                backend.fp32_precision = "ieee"
         yield
 
 
@@ -147,8 +159,8 @@ class StandardNS(Solver):
         A, Z = workspace.square("A", Y), workspace.square("Z", Y)
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for a, b, c in self.schedule.triples:
-            torch.bmm(Y, Y.mT, out=A)  # (B, n, n)
-            torch.baddbmm(A, A, A, beta=b, alpha=c, out=Z)
+            symmetric(Y, Y.mT, A)  # (B, n, n)
+            symmetric(A, A, Z, plus=A, beta=b, alpha=c)
             Y = torch.baddbmm(Y, Z, Y, beta=a, out=target)
             target, spare = spare, target
         return Y.to(X.dtype)
@@ -215,47 +227,55 @@ class GramNS(Solver):
 
     def _iterate(self, X: Tensor, workspace: Workspace, *, compose: bool) -> tuple[Tensor, Tensor]:
         dtype = self.precision(X)
-        restarts = self.restarts_at(X.shape[-2], X.shape[-1], dtype)
+        triples, ends = self.schedule.triples, (*self.restarts_at(X.shape[-2], X.shape[-1], dtype), None)
         Y = X.to(dtype)
-        R, P, Q, T = (workspace.square(role, Y) for role in "RPQT")
+        R, Q_tot = workspace.square("R", Y), None
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
-        Q_tot, opening = None, True  # Q is the identity: it is never multiplied with
-        torch.bmm(Y, Y.mT, out=R)
-        for k, (a, b, c) in enumerate(self.schedule.triples, start=1):
-            # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
-            # times that of P formed at once and R <- (P R) P (docs/restarts.md).
-            torch.baddbmm(R, R, R, beta=b, alpha=c, out=P)
-            P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
-            if opening:
-                Q.copy_(P)
-                opening = False
-            else:
-                torch.bmm(Q, P, out=T)
-                Q, T = T, Q
-            if k == self.schedule.steps:
-                break
-            if k in restarts:
-                Y = torch.bmm(Q, Y, out=target)
-                target, spare = spare, target
-                Q_tot, opening = _composed(Q.to(X.dtype, copy=True), Q_tot) if compose else None, True
-                torch.bmm(Y, Y.mT, out=R)
-            else:
-                torch.bmm(P, R, out=T)
-                torch.bmm(T, P, out=R)
-        direction = torch.bmm(Q, Y, out=target).to(X.dtype)
-        return direction, _composed(Q.to(X.dtype), Q_tot) if compose else Q
+        for begin, end in zip((0, *ends[:-1]), ends, strict=True):
+            symmetric(Y, Y.mT, R)
+            Q = gram_transform(R, triples[begin:end], workspace)
+            Y = torch.bmm(Q, Y, out=target)
+            target, spare = spare, target
+            if compose:
+                # Of its own: the next segment overwrites Q.
+                kept = Q.to(X.dtype, copy=end is not None)
+                Q_tot = kept if Q_tot is None else symmetric(kept, Q_tot, torch.empty_like(kept))
+        return Y.to(X.dtype), Q if Q_tot is None else Q_tot
+
+
+def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -> Tensor:
+    """The transform of an iteration from the Gram matrix `R = X X^T`: `polar(X) ~ Q X`, `Q ~ R^(-1/2)`.
+
+    R, whose norm is at most 1, is overwritten; Q lies in the workspace.
+    """
+    P, Q, T = (workspace.square(role, R) for role in "PQT")
+    for k, (a, b, c) in enumerate(triples):
+        # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
+        # times that of P formed at once and R <- (P R) P (docs/restarts.md).
+        symmetric(R, R, P, plus=R, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
+        last = k == len(triples) - 1
+        if not last:
+            symmetric(P, R, T)
+            symmetric(T, P, R)
+        if k == 0:
+            P, Q = Q, P  # before it Q is the identity, and never multiplied with
+        else:
+            symmetric(Q, P, T)
+            Q, T = T, Q
+    return Q
 
 
 @dataclass(frozen=True)
 class AutoNS(Solver):
     """The cheaper of StandardNS and GramNS for the shape and precision, with one schedule.
 
-    In exact arithmetic both give the same direction. By their products of matrices GramNS is the
-    cheaper from m > 1.5 n on.
+    In exact arithmetic both give the same direction. By their products of matrices GramNS is the cheaper
+    from m > 1.5 n on, and for every shape where half of a symmetric product is computed (`products.panels`).
 
-    >>> AutoNS().choose(768, 768, torch.float32)
+    >>> AutoNS().choose(256, 256, torch.float32)
     StandardNS(schedule=Schedule(...'gram'...
-    >>> AutoNS().choose(768, 3072, torch.float32)
+    >>> AutoNS().choose(256, 1024, torch.float32)
     GramNS(schedule=Schedule(...'gram'...
     """
 
@@ -277,12 +297,24 @@ class AutoNS(Solver):
 
 def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
     """The given GramNS; or StandardNS with its schedule, where that multiplies less on wide n x m."""
-    K, s = gram.schedule.steps, len(gram.restarts_at(n, m, dtype))
-    standard_products = K * (2 * m + n)
-    gram_products = 2 * (s + 1) * m + (K + 3 * (K - 1 - s)) * n
-    if gram_products < standard_products:
+    steps, restarts, pieces = gram.schedule.steps, len(gram.restarts_at(n, m, dtype)), panels(n, dtype)
+    if gram_flops(n, m, steps, restarts, pieces) < standard_flops(n, m, steps, pieces):
         return gram
     return StandardNS(gram.schedule, eps=gram.eps, dtype=gram.dtype)
+
+
+def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1) -> int:
+    """What GramNS multiplies: for each segment `Y Y^T` and `Q Y`; `R^2` for each step, and three products
+    more for each that no segment ends with. Symmetric ones in that many panels.
+    """
+    squares = steps + 3 * (steps - 1 - restarts)
+    segment = symmetric_flops(n, m, pieces) + 2 * n * n * m
+    return (restarts + 1) * segment + squares * symmetric_flops(n, n, pieces)
+
+
+def standard_flops(n: int, m: int, steps: int, pieces: int = 1) -> int:
+    """What StandardNS multiplies: `Y Y^T`, `A^2` and `Z Y` for each step, the first two in those panels."""
+    return steps * (symmetric_flops(n, m, pieces) + symmetric_flops(n, n, pieces) + 2 * n * n * m)
 
 
 @dataclass(frozen=True)
@@ -319,10 +351,6 @@ def polar(M: Tensor, solver: Solver | None = None) -> Tensor:
             [0., 1., 0.]])
     """
     return (AutoNS() if solver is None else solver)(M)
-
-
-def _composed(Q: Tensor, Q_tot: Tensor | None) -> Tensor:
-    return Q if Q_tot is None else Q @ Q_tot
 
 
 def _check(schedule: Schedule | None, eps: float, dtype: torch.dtype | None) -> None:

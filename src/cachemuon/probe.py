@@ -57,9 +57,8 @@ def paired_residual(z: Tensor, E: Tensor) -> Tensor:
     True
     """
     n, k = z.shape[-2:]
-    z = z.expand(*E.shape[:-2], n, k)
-    products = E @ E.mT - z.mT @ z
-    products.diagonal(dim1=-2, dim2=-1).zero_()
+    products = E @ E.mT
+    products.sub_(z.mT @ z).diagonal(dim1=-2, dim2=-1).zero_()
     length: Tensor = torch.linalg.vector_norm(products, dim=(-2, -1))
     return length / math.sqrt(n * k * (k - 1))
 
@@ -70,15 +69,13 @@ def random_block(
     *,
     seed: int,
     step: int,
-    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal `(n, vectors)`, a pure function of seed, step and n.
+    """Standard normal `(n, vectors)` on the CPU, a pure function of seed, step and n.
 
-    Drawn on the CPU, so that it is the same on every device, and every matrix with n rows shares
-    it: decisions don't depend on how matrices are batched, and no generator needs saving.
+    So it is the same for every device, and every matrix with n rows shares it: decisions don't depend on
+    how matrices are batched, and no generator needs saving.
     """
     digest = hashlib.blake2b(f"{seed},{step},{n}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    block = torch.randn(n, vectors, generator=generator, dtype=dtype)
-    return block.to(device, non_blocking=True)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(n, vectors, generator=generator, dtype=dtype, device="cpu")

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-OUTCOMES = ("hit", "cold", "residual", "stale", "non-finite", "fresh", "guarded")
+OUTCOMES = ("hit", "cold", "residual", "stale", "non-finite", "fresh", "resting")
 """What can happen to a matrix at a step.
 
 `hit`: the cached transform was applied. The others of a cache are misses: `cold` (no transform
 yet), `residual` (above gamma), `stale` (older than max_age), `non-finite` (NaN or Inf in the
-gradient: nothing was changed), `guarded` (solved without cache, since the cache has not paid).
+gradient: nothing was changed), `resting` (solved without cache, since the cache does not pay).
 `fresh`: solved by an optimizer that has no cache.
 """
 
@@ -61,46 +58,68 @@ class Event:
         return None if self.hit else self.outcome
 
 
-COLUMNS = (*OUTCOMES, "age", "last", "balance", "wait", "interval")
-"""The columns of a matrix's counters: how often each outcome, the age, the last outcome's index, and
-the guard's three (`cache.Guard`)."""
+COLUMNS = (*OUTCOMES, "age", "last", "early", "balance", "wait", "interval")
+"""The columns of a matrix's counters: how often each outcome, the age, the last outcome's index, by how many
+steps this transform's life is shorter than `max_age`, and the guard's three (`guard.Guard`)."""
 
-AGE, LAST, WAIT = COLUMNS.index("age"), COLUMNS.index("last"), COLUMNS.index("wait")
+AGE, LAST, EARLY, WAIT = (COLUMNS.index(name) for name in ("age", "last", "early", "wait"))
 GUARD = slice(COLUMNS.index("balance"), len(COLUMNS))
-READINGS = ("probed", "refreshed", "finite")
+RESIDUALS = ("probed", "refreshed")
 """The columns of a matrix's residuals: of the last probe (for a lagged gate the last one known of its
-transform), of the last refresh, and whether its last gradient was finite."""
+transform), and of the last refresh."""
 
-PROBED, REFRESHED, FINITE = range(len(READINGS))
+PROBED, REFRESHED = range(len(RESIDUALS))
 NO_AGE = -1
 """The age of a transform that doesn't exist."""
 
 
 def new_counters() -> list[int]:
     """The counters of a matrix that has not been seen yet."""
-    return [0] * len(OUTCOMES) + [NO_AGE, -1, 0, 0, 0]
+    return [0] * len(OUTCOMES) + [NO_AGE, -1, 0, 0, 0, 0]
 
 
-def count(counters: Sequence[int], outcome: str) -> list[int]:
+_INDEX = {outcome: index for index, outcome in enumerate(OUTCOMES)}
+
+
+def count(counters: Sequence[int], outcome: str, early: int = 0) -> list[int]:
     """The counters after one more outcome, the guard's apart.
 
-    A solve that refreshes the transform sets its age to 0; one without cache leaves none.
+    A solve that refreshes the transform sets its age to 0; one without cache leaves none. The life of a first
+    transform is `early` steps shorter, so that not all matrices are due at one step.
 
     >>> row = count(new_counters(), "cold")
-    >>> row[AGE], count(row, "hit")[AGE], count(row, "guarded")[AGE] == NO_AGE
+    >>> row[AGE], count(row, "hit")[AGE], count(row, "resting")[AGE] == NO_AGE
     (0, 1, True)
     """
     row = list(counters)
-    index = OUTCOMES.index(outcome)
+    index = _INDEX[outcome]
     row[index] += 1
     row[LAST] = index
     if outcome in REFRESHES:
         row[AGE] = 0
-    elif outcome == "guarded":
+        row[EARLY] = early if outcome == "cold" else 0
+    elif outcome == "resting":
         row[AGE] = NO_AGE
     elif row[AGE] != NO_AGE:
         row[AGE] += 1
     return row
+
+
+def skipped(now: Sequence[int], before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """The counters of which it turns out that a step, from `before` to `after`, met a gradient that was not
+    finite, and did not happen.
+
+    >>> before = count(new_counters(), "fresh")
+    >>> after = count(before, "fresh")
+    >>> outcome_counts(skipped(count(after, "fresh"), before, after))
+    {'hit': 0, 'cold': 0, 'residual': 0, 'stale': 0, 'non-finite': 1, 'fresh': 2, 'resting': 0}
+    """
+    right = count(before, "non-finite")
+    if list(now) == list(after):
+        return right
+    number = len(OUTCOMES)  # later steps have gone on from there: only how often each outcome was is mended
+    counts = [n - a + r for n, a, r in zip(now[:number], after, right, strict=False)]
+    return [*counts, *now[number:]]
 
 
 def summary(counters: Sequence[int], residual: float, refresh_residual: float) -> dict[str, Any]:
@@ -121,62 +140,3 @@ def summary(counters: Sequence[int], residual: float, refresh_residual: float) -
 def outcome_counts(counters: Sequence[int]) -> dict[str, int]:
     """The counters as a mapping from outcome to how often it happened."""
     return dict(zip(OUTCOMES, counters, strict=False))
-
-
-class Readback:
-    """A small tensor on its way to the host; nobody has to wait for it.
-
-    >>> Readback(torch.tensor([1.0, 2.0])).poll()
-    [1.0, 2.0]
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._host = values
-        self._arrived: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def poll(self) -> list[Any] | None:
-        """The values as a list, or None while they are still on their way."""
-        if self._arrived is not None and not self._arrived.query():
-            return None
-        return list(self._host.tolist())
-
-    def wait(self) -> list[Any]:
-        """The values as a list, once they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return list(self._host.tolist())
-
-
-class Ledger:
-    """Tensors of the state that the host knows by heart, and so need not be read at every step.
-
-    A tensor that was replaced or written to since then, as by `load_state_dict`, is read again.
-
-    >>> ledger, counters = Ledger(), torch.zeros(1, 2)
-    >>> ledger.post([counters], [[[1.0, 2.0]]])
-    >>> ledger.rows(counters), counters
-    ([[1.0, 2.0]], tensor([[1., 2.]]))
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, list[list[Any]]]] = {}
-
-    def rows(self, tensor: Tensor) -> list[list[Any]]:
-        """The rows of a tensor of two dimensions."""
-        known, version, rows = self._known.get(id(tensor), (None, 0, []))
-        return rows if known is tensor and version == tensor._version else tensor.tolist()
-
-    def learn(self, tensors: list[Tensor], rows: list[list[list[Any]]]) -> None:
-        """These are the rows of these tensors; whatever else was known is forgotten."""
-        self._known = {id(t): (t, t._version, r) for t, r in zip(tensors, rows, strict=True)}
-
-    def post(self, tensors: list[Tensor], rows: list[list[list[Any]]]) -> None:
-        """Write these rows into the tensors."""
-        written = torch.tensor([row for part in rows for row in part], dtype=tensors[0].dtype)
-        torch._foreach_copy_(tensors, list(written.split([len(part) for part in rows])))
-        self.learn(tensors, rows)

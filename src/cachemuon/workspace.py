@@ -1,18 +1,17 @@
-"""Memory for the intermediate results of a solve."""
+"""Memory for the intermediate results of a step, and how much of it a matrix needs."""
 
 from __future__ import annotations
 
 import math
 
-from torch import Tensor, device, dtype, uint8
+from torch import Tensor, device, dtype
 
 
 class Workspace:
     """Memory that is used again and again: each role has its own, as large as was ever asked for.
 
     What is taken for a role is overwritten when the role is taken again. On a CPU a fresh allocation of
-    a large matrix costs as much as the pass that fills it, since the system hands out every page anew:
-    with kept memory a solve of 768 x 768 takes 5% less time (docs/performance.md).
+    a large matrix costs as much as the pass that fills it, since the system hands out every page anew.
 
     >>> import torch
     >>> workspace, X = Workspace(), torch.randn(1, 3, 2).mT
@@ -21,11 +20,8 @@ class Workspace:
     (True, True, torch.Size([1, 2, 2]))
     """
 
-    RECTANGLES, SQUARES = 5, 7
-    """How many n x m and n x n matrices a step needs at once at most, those that are stacked included."""
-
     def __init__(self) -> None:
-        self._memory: dict[tuple[str, bool, device], Tensor] = {}
+        self._memory: dict[tuple[str, bool, dtype, device], Tensor] = {}
         self._views: dict[object, Tensor] = {}
 
     def like(self, role: str, X: Tensor, dtype: dtype | None = None) -> Tensor:
@@ -37,46 +33,61 @@ class Workspace:
         """Memory for `(B, n, n)` in the dtype of a batch `X (B, n, m)`."""
         return self._take(role, True, X, (*X.shape[:-1], X.shape[-2]), X.dtype, False)
 
-    def prepare(self, numbers: int, n: int, m: int, itemsize: int, ceiling: int) -> None:
-        """Let go of what larger batches left, where that and a batch of `numbers` n x m matrices would
-        pass the ceiling together.
+    def prepare(self, numbers: int, n: int, m: int, itemsize: int, need: int, ceiling: int) -> None:
+        """Let go of what larger batches left, where that would pass the ceiling together with the bytes that
+        a batch of `numbers` n x m matrices needs.
         """
         fitting = {False: numbers * n * m * itemsize, True: numbers * n * n * itemsize}
         excess = {
-            key: memory.numel() - fitting[key[1]]
+            key: memory.nbytes - fitting[key[1]]
             for key, memory in self._memory.items()
-            if memory.numel() > fitting[key[1]]
+            if memory.nbytes > fitting[key[1]]
         }
-        if sum(excess.values()) + numbers * workspace_bytes(n, m, itemsize) > ceiling:
+        if sum(excess.values()) + need > ceiling:
             self._views.clear()
             for key in excess:
                 del self._memory[key]
 
+    @property
+    def nbytes(self) -> int:
+        """All that is kept."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
     def _take(
         self, role: str, square: bool, X: Tensor, shape: tuple[int, ...], dtype: dtype, transposed: bool
     ) -> Tensor:
-        view = self._views.get((role, shape, dtype, transposed, X.device))
+        view = self._views.get((role, square, shape, dtype, transposed, X.device))
         return self._made(role, square, X, shape, dtype, transposed) if view is None else view
 
     def _made(
         self, role: str, square: bool, X: Tensor, shape: tuple[int, ...], dtype: dtype, transposed: bool
     ) -> Tensor:
-        size, key = math.prod(shape) * dtype.itemsize, (role, square, X.device)
+        size, key = math.prod(shape), (role, square, dtype, X.device)
         if key not in self._memory or self._memory[key].numel() < size:
             self._views.clear()
             self._memory.pop(key, None)
-            self._memory[key] = X.new_empty(size, dtype=uint8)
+            self._memory[key] = X.new_empty(size, dtype=dtype)
         plain = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-        view = self._memory[key][:size].view(dtype).view(plain)
+        view = self._memory[key][:size].view(plain)
         view = view.mT if transposed else view
-        self._views[role, shape, dtype, transposed, X.device] = view
+        self._views[role, square, shape, dtype, transposed, X.device] = view
         return view
 
 
-def workspace_bytes(n: int, m: int, itemsize: int = 4) -> int:
-    """What working on one n x m matrix takes at most beside the state.
+def solve_bytes(n: int, m: int, itemsize: int = 4) -> int:
+    """What solving for one n x m matrix takes at most beside the state: five of its size, and seven n x n.
 
-    >>> workspace_bytes(768, 3072) / 2**20
+    >>> solve_bytes(768, 3072) / 2**20
     60.75
     """
-    return itemsize * (Workspace.RECTANGLES * n * m + Workspace.SQUARES * n * n)
+    return itemsize * n * (5 * m + 7 * n)
+
+
+def hit_bytes(n: int, m: int, columns: int, itemsize: int = 4) -> int:
+    """What probing and applying a transform takes at most, with that many random vectors: four matrices of
+    n x m, three n x n, and thin ones.
+
+    >>> hit_bytes(768, 3072, 56) / 2**20
+    45.375
+    """
+    return itemsize * (n * (4 * m + 3 * n) + columns * (2 * m + 8 * n))

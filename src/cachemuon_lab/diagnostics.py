@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
 from cachemuon.cache import Candidate
 from cachemuon.groups import matrix_shape
-from cachemuon.optim import cache_of
+from cachemuon.plan import cache_of
 from cachemuon.probe import random_block
 from cachemuon.workspace import Workspace
 from cachemuon_lab.config import RunConfig
@@ -166,8 +166,8 @@ def _normalized(state: dict[str, Any], group: dict[str, Any], index: int) -> Ten
 def _candidate(group: dict[str, Any], X: Tensor, Q: Tensor) -> Tensor:
     """The direction that the gate of this step judged: the step's own random vectors find what is clipped."""
     cache, n, one = cache_of(group), X.shape[-2], X.new_ones(1, 1, 1)
-    chance = {"seed": group["seed"], "step": group["step"], "device": X.device, "dtype": X.dtype}
-    _, left = cache.measure(X, one, Q, random_block(n, cache.columns(n), **chance), Workspace())
+    block = random_block(n, cache.columns(n), seed=group["seed"], step=group["step"], dtype=X.dtype)
+    _, left = cache.measure(X, one, Q, block.to(X.device), Workspace())
     return cache.apply(X, one, Q, left, Workspace())
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from cachemuon import (
     param_groups,
 )
 from cachemuon.base import MatrixOptimizer
+from cachemuon.fresh import directions, send
 from cachemuon.groups import matrix_shape
-from cachemuon.matrices import Matrix, accumulate, batches, descend, stack, step_lengths
-from cachemuon.stats import COLUMNS, OUTCOMES
+from cachemuon.matrices import Matrix, accumulate, descend, step_lengths
+from cachemuon.stats import OUTCOMES
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 
 SOLVERS: dict[str, Solver] = {
@@ -92,20 +94,28 @@ class StaleMuon(Muon):
                 group.setdefault("period", period)
 
     def _orthogonalize(self, matrices: list[Matrix]) -> None:
-        workspace = self._workspace()
-        for batch in batches(matrices, key=lambda x: x.group["period"]):
-            group = batch[0].group
+        self._settle(wait=False)
+        send(matrices, {})
+        by_group: dict[int, list[Matrix]] = {}
+        for x in matrices:
+            by_group.setdefault(id(x.group), []).append(x)
+        for members in by_group.values():
+            group = members[0].group
             reuse = (group["step"] - 1) % group["period"] > 0
-            if reuse:
-                finite = accumulate(batch, workspace).finite
-            else:
-                finite, D = self._solve(batch, workspace)
-                torch._foreach_copy_([_direction(x) for x in batch], list(D.unbind(0)))
-            D = stack([_direction(x) for x in batch])
-            descend(batch, D * step_lengths(batch, D, finite), finite)
-            for x, ok in zip(batch, finite.unbind(0), strict=True):
-                x.state["counters"][x.index, COLUMNS.index("hit" if reuse else "fresh")] += ok
-                x.state["counters"][x.index, COLUMNS.index("non-finite")] += ~ok
+            done = self._reuse(members) if reuse else self._renew(members)
+            self._claim("hit" if reuse else "fresh", done, members)
+
+    def _renew(self, matrices: list[Matrix]) -> Iterator[tuple[list[Matrix], Tensor]]:
+        for batch, D, finite in directions(matrices, self._kept, lambda x: x.group["solver"]):
+            torch._foreach_copy_([_direction(x) for x in batch], list(D.unbind(0)))
+            descend(batch, D.mul_(step_lengths(batch, D, finite)), finite)
+            yield batch, finite
+
+    def _reuse(self, matrices: list[Matrix]) -> Iterator[tuple[list[Matrix], Tensor]]:
+        for x in matrices:
+            finite, D = accumulate([x], self._kept.workspace).finite, _direction(x).unsqueeze(0)
+            descend([x], D * step_lengths([x], D, finite), finite)
+            yield [x], finite
 
 
 def _direction(x: Matrix) -> Tensor:

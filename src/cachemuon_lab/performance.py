@@ -123,7 +123,7 @@ def _steps(title: str, rows: list[dict[str, Any]]) -> tuple[str, Cells]:
 
 
 def _worst(part: dict[str, Any]) -> tuple[str, Cells]:
-    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "tried", "guarded"]]
+    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "tried", "resting"]]
     for row in part["rows"]:
         outcomes = row["outcomes"]
         cells.append(
@@ -133,7 +133,7 @@ def _worst(part: dict[str, Any]) -> tuple[str, Cells]:
                 "{:.3f} ({:.3f} to {:.3f})".format(*row["Muon again / Muon"]),
                 str(row["hits"]),
                 str(outcomes["cold"] + outcomes["residual"]),
-                str(outcomes["guarded"]),
+                str(outcomes["resting"]),
             ]
         )
     return f"A new left basis at each of {part['rows'][0]['steps']} steps", cells

@@ -22,6 +22,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from cachemuon.base import MatrixOptimizer
+from cachemuon.workspace import Workspace
 from cachemuon_lab.optimizers import Meter
 
 
@@ -136,7 +138,8 @@ class Drive:
     def peak_bytes(self) -> int:
         """What a step allocates at most beyond what was there before it, memory that is kept included."""
         self.load()
-        self.optimizer.__dict__.pop("_memory", None)  # our workspace: this step makes it anew
+        if isinstance(self.optimizer, MatrixOptimizer):
+            self.optimizer._kept.workspace = Workspace()  # this step makes its memory anew
         device = self.params[0].device
         if device.type == "cuda":
             torch.cuda.synchronize()

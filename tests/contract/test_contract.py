@@ -34,7 +34,7 @@ from torch import nn
 from unclipped import unclipped
 
 from cachemuon import GramNS, Muon, param_groups
-from cachemuon.workspace import workspace_bytes
+from cachemuon.workspace import solve_bytes
 
 NAN, INF = math.nan, math.inf
 TRANSFORMER = TASKS["transformer"]
@@ -606,7 +606,7 @@ def test_an_empty_parameter_is_left_out():
         assert optimizer.cache_stats()["matrices"].keys() == {"w"}
 
 
-@pytest.mark.parametrize("bytes_", [1, 3 * workspace_bytes(12, 20)])
+@pytest.mark.parametrize("bytes_", [1, 3 * solve_bytes(12, 20)])
 @every_variant
 def test_the_workspace_decides_nothing(make, bytes_):
     shapes = [(12, 20)] * 5 + [(20, 12), (3, 12, 20), (8, 8)]
@@ -621,7 +621,7 @@ def test_the_workspace_decides_nothing(make, bytes_):
     close(params, others)
 
 
-@pytest.mark.parametrize(("bytes_", "largest"), [(1, 1), (3 * workspace_bytes(12, 20), 3), (2**28, 5)])
+@pytest.mark.parametrize(("bytes_", "largest"), [(1, 1), (3 * solve_bytes(12, 20), 3), (2**28, 5)])
 @both_optimizers
 def test_the_workspace_bounds_the_batches(make, bytes_, largest):
     sizes = []
@@ -730,7 +730,7 @@ def test_statistics_add_up(make):
         assert {entry["misses"]["cold"] for entry in matrices.values()} == {1}
         assert {entry["misses"]["fresh"] for entry in matrices.values()} == {0}
     else:
-        solved = "guarded" if gates(optimizer) else "fresh"
+        solved = "resting" if gates(optimizer) else "fresh"
         assert {entry["misses"][solved] for entry in matrices.values()} == {10}
 
 
@@ -769,7 +769,8 @@ def test_events_tell_the_last_decision_and_its_reason(make):
             if event.outcome == "cold":
                 assert step == 0
             elif event.outcome == "stale":
-                assert ages[name] == max_age
+                first = counts[name]["stale"] == 1  # lives of the first transforms have all lengths
+                assert ages[name] <= max_age if first else ages[name] == max_age
             else:
                 assert (event.residual <= gamma) == event.hit
                 assert stats[name]["residual"] == event.residual

@@ -26,14 +26,13 @@ VARIANTS = {
     "cache": unclipped,
     "cache-max-age": partial(unclipped, max_age=2, momentum=0.9),
     "cache-paper": partial(CacheMuon.paper, gamma=2.0),
-    # With Nesterov the cache of these tasks does not pay: guarded, it would hardly be tried.
-    "cache-nesterov": partial(unclipped, nesterov=True, guard=False),
+    "cache-nesterov": partial(unclipped, nesterov=True),
     "cache-original": partial(unclipped, adjust_lr_fn="original", gamma=2.0),
-    "cache-unguarded": partial(unclipped, guard=False),
-    "cache-lagged": partial(unclipped, gate="lagged", guard=False),
+    "cache-guarded": partial(unclipped, guard=True),
+    "cache-lagged": partial(unclipped, gate="lagged"),
     "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, guard=False),
     "cache-clip-lagged": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, gate="lagged", guard=False),
-    "cache-lagged-exact": partial(unclipped, gate="lagged", probe="exact", max_age=6, guard=False),
+    "cache-lagged-exact": partial(unclipped, gate="lagged", probe="exact", max_age=6),
 }
 
 
@@ -225,6 +224,7 @@ def run(optimizer, params, steps, scale=1.0):
 
 def decisions(optimizer):
     """The counters of every matrix: what was decided how often, the age, the last outcome."""
+    optimizer.state_dict()  # after it nothing is on its way to the host
     states = [optimizer.state[p] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
     return [row for state in states for row in state["counters"].tolist()]
 
@@ -236,6 +236,7 @@ exactly = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 def snapshot(optimizer):
     """Everything that an optimizer holds, copied: parameters, state, settings."""
+    optimizer.state_dict()  # after it nothing is on its way to the host
     groups = []
     for group in optimizer.param_groups:
         settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}

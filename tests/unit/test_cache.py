@@ -145,8 +145,8 @@ def test_each_outcome_costs_what_flops_says(probe, n, m):
         (dict(finite=True, age=8, residual=2.0001), "residual"),
         (dict(finite=True, age=8, residual=math.nan), "residual"),
         (dict(finite=True, age=8, residual=math.inf), "residual"),
-        (dict(finite=True, age=8, residual=0.1, resting=True), "guarded"),
-        (dict(finite=True, age=NO_AGE, residual=0.1, resting=True), "guarded"),
+        (dict(finite=True, age=8, residual=0.1, resting=True), "resting"),
+        (dict(finite=True, age=NO_AGE, residual=0.1, resting=True), "resting"),
         (dict(finite=False, age=8, residual=0.1, resting=True), "non-finite"),
     ],
 )
@@ -162,9 +162,9 @@ def test_counters_count():
     assert row == [3, 1, 1, 1, 2, 0, 0, 0, OUTCOMES.index("stale"), *guards]
     aged = count(row, "hit")
     assert (row[AGE], aged[AGE], count(aged, "non-finite")[AGE]) == (0, 1, 2)
-    row = count(aged, "guarded")  # solved without cache: from then on there is no transform
-    assert row == [4, 1, 1, 1, 2, 0, 1, NO_AGE, OUTCOMES.index("guarded"), *guards]
-    assert count(row, "non-finite")[AGE] == count(row, "guarded")[AGE] == NO_AGE
+    row = count(aged, "resting")  # solved without cache: from then on there is no transform
+    assert row == [4, 1, 1, 1, 2, 0, 1, NO_AGE, OUTCOMES.index("resting"), *guards]
+    assert count(row, "non-finite")[AGE] == count(row, "resting")[AGE] == NO_AGE
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_price_adds_up_call_by_call(cost, counters):
         "stale": cost.miss - cost.probing,
         "fresh": cost.gram,
         "non-finite": 0,
-        "guarded": cost.baseline,
+        "resting": cost.baseline,
     }
     assert price(cost, counters) == sum(by_hand[outcome] * count for outcome, count in counters.items())
     assert {outcome: cost.price_of(outcome) for outcome in flops.OUTCOMES} == by_hand

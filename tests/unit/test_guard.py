@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unclipped import unclipped
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon
-from cachemuon.cache import Guard
+from cachemuon.guard import Guard
 from cachemuon.flops import Executed, executed_by
 from cachemuon.polar import cheaper
 from cachemuon.stats import GUARD
@@ -31,7 +31,7 @@ def play(guard, wanted):
     (balance, wait, interval), cold = (0, 0, 0), True
     for outcome in wanted:
         resting = guard.resting(wait)
-        done = "guarded" if resting else "cold" if cold and outcome != "non-finite" else outcome
+        done = "resting" if resting else "cold" if cold and outcome != "non-finite" else outcome
         balance, wait, interval = guard.after(done, balance, wait, interval)
         cold = resting or (cold and done == "non-finite")
         yield done, wait, interval
@@ -39,7 +39,7 @@ def play(guard, wanted):
 
 def rests_of(guard, wanted):
     """The length of each rest."""
-    return [wait for done, wait, _ in play(guard, wanted) if done != "guarded" and wait]
+    return [wait for done, wait, _ in play(guard, wanted) if done != "resting" and wait]
 
 
 def extra(guard, outcomes):
@@ -55,7 +55,7 @@ def test_hits_earn_and_misses_pay(guard):
         assert (gain > 0) == (outcome == "hit")
     assert guard.after("hit", Guard.CAP, 0, 0) == (Guard.CAP, 0, 0)
     assert guard.after("non-finite", -7, 0, 64) == (-7, 0, 64)
-    assert guard.after("guarded", 0, 5, 64) == (0, 4, 64)
+    assert guard.after("resting", 0, 5, 64) == (0, 4, 64)
 
 
 @pytest.mark.parametrize("guard", GUARDS)
@@ -101,7 +101,7 @@ outcomes = st.lists(
 def test_what_the_guard_lets_through_costs_at_most_its_debts(guard, wanted):
     played = list(play(guard, wanted))
     cost, fee = extra(guard, [done for done, _, _ in played]), -min(guard.gains.values())
-    rests = sum(1 for done, wait, _ in played if done != "guarded" and wait)
+    rests = sum(1 for done, wait, _ in played if done != "resting" and wait)
     # A debt is passed by less than one fee. Each try, also one that first earned and then lost it all,
     # costs at most a debt, and between two tries lie `FIRST` steps at least.
     assert cost <= (rests + 1) * (Guard.DEBT + fee)
@@ -131,13 +131,13 @@ def test_hits_alone_never_rest_and_a_rate_below_break_even_does():
 def test_where_not_even_a_hit_pays_the_cache_always_rests():
     guard = Guard.of(Executed(10, 512))
     assert guard.gains["hit"] <= 0
-    assert {done for done, _, _ in play(guard, ["hit"] * 100)} == {"guarded"}
+    assert {done for done, _, _ in play(guard, ["hit"] * 100)} == {"resting"}
     W = torch.nn.Parameter(torch.zeros(10, 512))
     optimizer = unclipped([W], solver=GramNS(restarts=()))
     for _ in range(3):
         W.grad = torch.ones(10, 512)
         optimizer.step()
-    assert optimizer.cache_stats()["matrices"]["group0.param0"]["misses"]["guarded"] == 3
+    assert optimizer.cache_stats()["matrices"]["group0.param0"]["misses"]["resting"] == 3
     assert "transform" not in optimizer.state[W]
 
 
@@ -172,7 +172,7 @@ def trained(make, gradients, **settings):
 def test_a_cache_that_cannot_hit_is_set_aside_and_costs_three_percent_at_most(n, m, probe, clip):
     gradients = list(turning(n, m, 300))
     optimizer, seen, counted = trained(unclipped, gradients, momentum=0.0, probe=probe, clip=clip)
-    assert seen[:120].count("guarded") >= 100  # 109 to 112 were seen
+    assert seen[:120].count("resting") >= 100  # 109 to 112 were seen
     assert "hit" not in seen
     assert seen.count("cold") >= 3  # it was tried again, without the transform of before
     stats = optimizer.cache_stats()
@@ -192,7 +192,7 @@ def test_the_papers_mode_and_guard_false_have_no_guard():
 
 
 @pytest.mark.parametrize("gate", ["sync", "lagged"])
-def test_with_a_gradient_that_stays_nothing_is_guarded(gate):
+def test_with_a_gradient_that_stays_nothing_is_resting(gate):
     (gradient,) = turning(48, 64, 1)
     _, seen, _ = trained(unclipped, [gradient] * 100, gate=gate)
     assert seen == ["cold"] + ["hit"] * 99
@@ -202,7 +202,7 @@ def test_with_a_gradient_that_stays_nothing_is_guarded(gate):
 @pytest.mark.parametrize(
     "n, m, clip, outcomes",
     [
-        (48, 64, 1 / 16, ["guarded"] * 4),
+        (48, 64, 1 / 16, ["resting"] * 4),
         (48, 64, 0.0, ["cold", "hit", "hit", "hit"]),
         (256, 1024, 1 / 16, ["cold", "hit", "hit", "hit"]),
     ],
@@ -210,7 +210,7 @@ def test_with_a_gradient_that_stays_nothing_is_guarded(gate):
 def test_where_a_clipped_hit_is_too_many_calls_the_cache_always_rests(n, m, clip, outcomes, gate):
     cost = executed_by(GramNS(), n, m, rank=CacheGNS(clip=clip).rank(n))
     always = Guard.of(cost, lagged=gate == "lagged").resting(wait=0)
-    assert always == (outcomes[0] == "guarded")
+    assert always == (outcomes[0] == "resting")
     optimizer, seen, _ = trained(unclipped, list(turning(n, m, 1)) * 4, clip=clip, gate=gate)
     assert seen == outcomes
     (state,) = optimizer.state.values()
@@ -218,11 +218,11 @@ def test_where_a_clipped_hit_is_too_many_calls_the_cache_always_rests(n, m, clip
 
 
 @every_shape
-def test_a_guarded_step_is_that_of_the_cheapest_fresh_solver(n, m):
+def test_a_resting_step_is_that_of_the_cheapest_fresh_solver(n, m):
     gradients = list(turning(n, m, 30))
     optimizer, seen, _ = trained(unclipped, gradients, momentum=0.0, weight_decay=0.0)
     solver = cheaper(GramNS(), n, m, torch.float32)
-    assert seen[-1] == "guarded"
+    assert seen[-1] == "resting"
     for resting in (optimizer, Muon([torch.nn.Parameter(torch.zeros(n, m))], solver=solver)):
         group = resting.param_groups[0]
         group.update(lr=0.01, momentum=0.0, weight_decay=0.0)

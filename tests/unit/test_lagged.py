@@ -114,11 +114,11 @@ def test_the_one_bad_use_is_no_longer_than_a_step(first):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("at", ["cold", "hit", "residual", "guarded"])
+@pytest.mark.parametrize("at", ["cold", "hit", "residual", "resting"])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_non_finite_gradient_changes_nothing_but_its_count(value, at, nesterov):
-    settings = {"hit": {}, "cold": {}, "residual": {"gamma": 0.0}, "guarded": {"gamma": 0.0, "guard": True}}
-    steps = {"cold": 0, "guarded": 12}.get(at, 4)
+    settings = {"hit": {}, "cold": {}, "residual": {"gamma": 0.0}, "resting": {"gamma": 0.0, "guard": True}}
+    steps = {"cold": 0, "resting": 12}.get(at, 4)
     W, optimizer = started(steps=steps, weight_decay=0.5, nesterov=nesterov, **settings[at])
     if steps:
         assert event(optimizer).outcome == at
@@ -148,7 +148,7 @@ def test_a_non_finite_gradient_changes_nothing_but_its_count(value, at, nesterov
     W.grad = gradients_of(steps=1)[0]
     optimizer.step()
     assert W.isfinite().all() and not torch.equal(W, before["weight"])
-    assert event(optimizer).outcome == ("guarded" if at == "guarded" else at)
+    assert event(optimizer).outcome == ("resting" if at == "resting" else at)
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5, 9])

@@ -10,16 +10,23 @@ PACKAGE = Path(__file__).parents[2] / "src" / "cachemuon"
 LAYERS = (  # lowest first
     "schedules",
     "workspace",
+    "products",
     "polar",
     "flops",
     "probe",
     "stats",
     "cache",
+    "guard",
     "theory",
     "groups",
     "matrices",
+    "host",
+    "plan",
+    "fresh",
+    "engine",
     "base",
-    "optim",
+    "muon",
+    "cachemuon",
     "__init__",
 )
 OUTSIDE = sys.stdlib_module_names | {"torch"}
@@ -71,15 +78,15 @@ def test_imports_only_from_below(path):
 @pytest.mark.parametrize(
     "source",
     [
-        "import cachemuon.optim",
-        "import cachemuon.optim as o",
-        "import math, cachemuon.optim",
-        "from cachemuon.optim import Muon",
+        "import cachemuon.muon",
+        "import cachemuon.muon as o",
+        "import math, cachemuon.muon",
+        "from cachemuon.muon import Muon",
         "from cachemuon import optim",
         "from . import polar, optim",
-        "from .optim import Muon",
-        "def late():\n    from .optim import Muon",
-        "if TYPE_CHECKING:\n    from .optim import Muon",
+        "from .muon import Muon",
+        "def late():\n    from .muon import Muon",
+        "if TYPE_CHECKING:\n    from .muon import Muon",
         "from .cache import CacheGNS",  # itself
         "import cachemuon",  # the package offers everything
         "from cachemuon import Muon",
@@ -109,7 +116,7 @@ def test_a_wrong_import_is_found(source):
         "from cachemuon import polar, stats",
         "from . import probe",
         "from .flops import price",
-        "'''from .optim import Muon'''",
+        "'''from .muon import Muon'''",
     ],
 )
 def test_a_right_import_passes(source):
@@ -117,4 +124,4 @@ def test_a_right_import_passes(source):
 
 
 def test_only_the_package_imports_the_highest_layer():
-    assert violations("__init__", "from .optim import CacheMuon, Muon") == []
+    assert violations("__init__", "from .muon import CacheMuon, Muon") == []

@@ -16,7 +16,8 @@ from unclipped import unclipped
 from cachemuon import GRAM, POLAR_EXPRESS, QUINTIC, CacheMuon, ExactPolar, GramNS, Muon, StandardNS
 from cachemuon.flops import OUTCOMES as PRICED
 from cachemuon.flops import Paper
-from cachemuon.stats import OUTCOMES, Readback
+from cachemuon.host import Readback
+from cachemuon.stats import OUTCOMES
 
 
 def replay(make, dtype=torch.float32, steps=50):

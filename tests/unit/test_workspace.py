@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from unclipped import unclipped
 
 from cachemuon import AutoNS, CacheGNS, CacheMuon, GramNS, Muon, StandardNS
-from cachemuon.workspace import Workspace, workspace_bytes
+from cachemuon.workspace import Workspace, solve_bytes
 
 
 def matrices(*shape, number=1, seed=0):
@@ -54,7 +54,7 @@ def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
     workspace, (large,) = Workspace(), matrices(4, 8, 16)
     workspace.like("X", large)
     workspace.square("R", large)
-    before, small = held(workspace), workspace_bytes(4, 6)
+    before, small = held(workspace), solve_bytes(4, 6)
     workspace.prepare(1, 4, 6, 4, ceiling=before + small)
     assert held(workspace) == before
     workspace.prepare(1, 4, 6, 4, ceiling=small)
@@ -62,8 +62,8 @@ def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
 
 
 def test_the_documented_need():
-    assert workspace_bytes(768, 3072) == 60.75 * 2**20
-    assert workspace_bytes(3, 5, itemsize=8) == 8 * (5 * 3 * 5 + 7 * 3 * 3)
+    assert solve_bytes(768, 3072) == 60.75 * 2**20
+    assert solve_bytes(3, 5, itemsize=8) == 8 * (5 * 3 * 5 + 7 * 3 * 3)
 
 
 # Solvers
@@ -147,7 +147,7 @@ MAKES = {
     "standard": partial(Muon, solver=StandardNS()),
     "sketch": partial(unclipped, guard=False),
     "sketch-misses": partial(unclipped, gamma=0.0, guard=False),
-    "guarded": partial(unclipped, gamma=0.0),
+    "resting": partial(unclipped, gamma=0.0),
     "lagged": partial(unclipped, gate="lagged", guard=False),
     "lagged-misses": partial(unclipped, gate="lagged", gamma=0.0, guard=False),
     "lagged-exact": partial(unclipped, gate="lagged", probe="exact", guard=False),
@@ -163,7 +163,7 @@ MAKES = {
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_step_takes_at_most_its_ceiling(make):
     shapes = [(96, 160), (160, 96)] * 6
-    ceiling = 3 * workspace_bytes(96, 160)
+    ceiling = 3 * solve_bytes(96, 160)
     params = [torch.nn.Parameter(matrices(*shape, seed=i)[0]) for i, shape in enumerate(shapes)]
     optimizer = make(params, max_workspace_bytes=ceiling)
     peaks = []
@@ -180,11 +180,11 @@ def test_a_step_takes_at_most_its_ceiling(make):
     assert max(peaks) > 0.25  # what is measured is there
 
 
-@pytest.mark.parametrize("name", ["gram", "standard", "sketch-misses", "guarded", "lagged-misses", "clip"])
+@pytest.mark.parametrize("name", ["gram", "standard", "sketch-misses", "resting", "lagged-misses", "clip"])
 def test_many_shapes_together_take_no_more_than_the_ceiling(name):
     # A thin matrix needs the rectangles, a square one the squares: kept for both, they would pass it.
     shapes = [(8, 2048), (82, 82), (2048, 8), (16, 64), (48, 56), (3, 16, 20), (8, 128)]
-    largest = max(workspace_bytes(*sorted(shape[-2:])) for shape in shapes)
+    largest = max(solve_bytes(*sorted(shape[-2:])) for shape in shapes)
     for factor, order in itertools.product((1, 2), (1, -1)):
         params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes[::order]]
         optimizer = MAKES[name](params, max_workspace_bytes=factor * largest)

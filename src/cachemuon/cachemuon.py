@@ -1,0 +1,166 @@
+"""CacheMuon, which solves when it must: settings, checks, and the paper's own algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer, shorthand
+from .cache import GATES, check_gate
+from .engine import CachedStep, Decision, Unread, blocks_for
+from .flops import executed_by, paper_cost, price
+from .fresh import send
+from .host import Claim
+from .matrices import Matrix
+from .plan import Plan, cache_of, wide_shape
+from .polar import GramNS
+
+
+class CacheMuon(MatrixOptimizer):
+    """CacheMuon: Muon that reuses the left transform of an earlier solve, as Algorithm A.5 does, and clips.
+
+    The transform Q of a matrix's last solve is applied to its new momentum, and the `clip n` directions that
+    it over-amplifies are replaced by their polar factor (`CacheGNS`). If the residual of the result is at
+    most `gamma`, it is the direction (a hit); else, and after `max_age` steps, it is solved anew and Q
+    replaced (a miss). `cache_stats()` tells what was decided. Clipping and a short life make a cached
+    direction as good as a fresh one (docs/beyond-the-paper.md): gamma only stops what has gone wrong.
+    `CacheMuon.paper` is the paper's own algorithm.
+
+    `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
+    goes with `clip=0`.
+
+    `gate="sync"` reads all residuals of a step on the host together, then decides. `gate="lagged"`
+    decides on the last residual known for a transform, which was read while other work went on: the
+    host never waits, and a transform that has gone bad is used once before it is replaced.
+    `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`), and for
+    good where the matrix is small.
+
+    >>> W = torch.nn.Parameter(torch.zeros(128, 192))
+    >>> opt = CacheMuon([W], lr=0.01)
+    >>> for _ in range(3):
+    ...     W.grad = torch.eye(128, 192)
+    ...     opt.step()
+    >>> stats = opt.cache_stats()
+    >>> stats["calls"], stats["hits"], stats["matrices"]["group0.param0"]["misses"]["cold"]
+    (3, 2, 1)
+    """
+
+    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "clip", "seed", "gate")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 1e-4,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        eps: float | None = None,
+        ns_steps: int | None = None,
+        adjust_lr_fn: str | None = "none",
+        *,
+        gamma: float = 20.0,
+        probe: str = "sketch",
+        vectors: int = 8,
+        max_age: int | None = 6,
+        clip: float = 1 / 16,
+        seed: int = 0,
+        gate: str = "sync",
+        guard: bool = True,
+        solver: GramNS | None = None,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    ) -> None:
+        if ns_coefficients is not None or ns_steps is not None:
+            solver = GramNS(shorthand(ns_coefficients, ns_steps, solver))
+        super().__init__(
+            params,
+            GramNS() if solver is None else solver,
+            eps,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust_lr_fn,
+            gamma=gamma,
+            probe=probe,
+            vectors=vectors,
+            max_age=max_age,
+            clip=clip,
+            seed=seed,
+            gate=gate,
+            guard=guard,
+            max_workspace_bytes=max_workspace_bytes,
+        )
+
+    @classmethod
+    def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
+        """The paper's algorithm, A.4 and A.5, and nothing else: exact probe, no clip, age limit or guard.
+
+        `settings` are those of Muon (momentum, weight_decay, ...); a `gamma` of 0 makes it GramMuon.
+        """
+        added = {"probe", "vectors", "max_age", "clip", "seed", "gate", "guard"}
+        if taken := sorted(added.intersection(settings)):
+            raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
+        return cls(params, lr=lr, gamma=gamma, probe="exact", max_age=None, clip=0.0, guard=False, **settings)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_gate(group["gamma"], group["max_age"])
+        if not isinstance(group["solver"], GramNS):
+            raise ValueError(f"solver must be a GramNS, which yields a transform, got {group['solver']!r}")
+        if not isinstance(group["seed"], int):
+            raise ValueError(f"seed must be an integer, got {group['seed']!r}")
+        if group["gate"] not in GATES:
+            raise ValueError(f"gate must be one of {', '.join(map(repr, GATES))}, got {group['gate']!r}")
+        if not isinstance(group["guard"], bool):
+            raise ValueError(f"guard must be True or False, got {group['guard']!r}")
+        cache_of(group)
+
+    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        self._settle()
+        decisions = self._decisions(matrices)
+        cached = [d for d in decisions if not d.resting]
+        step = CachedStep(self._kept, send(matrices, blocks_for(cached)))
+        step.take(decisions)
+        self._post("counters", matrices, [d.counters for d in decisions])
+        if cached:
+            self._post("residuals", matrices, [d.residuals for d in decisions])
+        if any(d.outcome == "non-finite" for d in decisions):
+            self._warn_non_finite()
+        self._send(step.unread)
+
+    def _decisions(self, matrices: list[Matrix]) -> list[Decision]:
+        plan = self._kept.plan
+        if plan is None or not plan.fits(self.param_groups):
+            plan = self._kept.plan = Plan(self.param_groups)
+        found = []
+        known = self._rows("counters", matrices), self._rows("residuals", matrices)
+        for x, counters, residuals in zip(matrices, *known, strict=True):
+            policy, early = plan.of(x.whole)
+            found.append(Decision(x, policy, counters, residuals, early[x.index]))
+        return found
+
+    def _send(self, unread: list[Unread]) -> None:
+        """Send to the host what a step has left on the device: the next one will know it."""
+        if not unread:
+            return
+        claims = [
+            Claim(d.matrix.state, d.matrix.index, d.before, d.counters, part.columns)
+            for part in unread
+            for d in part.batch
+        ]
+        residuals = [part.residual for part in unread if part.residual is not None]
+        self._kept.send(claims, [part.finite for part in unread], residuals)
+
+    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
+        solver, (n, m) = group["solver"], wide_shape(group, param)
+        rank = cache_of(group).rank(n)
+        sketch = {"probe": group["probe"], "vectors": group["vectors"], "rank": rank}
+        executed = executed_by(solver, n, m, solver.precision(param), **sketch)
+        paper = price(paper_cost(solver, n, m), outcomes)
+        if group["gate"] == "lagged":  # solves without a probe
+            outcomes = {**outcomes, "residual": 0, "cold": outcomes["cold"] + outcomes["residual"]}
+        return price(executed, outcomes), paper

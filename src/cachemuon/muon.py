@@ -1,0 +1,103 @@
+"""Muon, which solves at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer, shorthand
+from .flops import Executed, executed_by, paper_cost
+from .fresh import send, solve_step
+from .host import Claim
+from .matrices import Matrix
+from .plan import wide_shape
+from .polar import AutoNS, GramNS, Solver, StandardNS
+from .products import panels
+from .stats import count
+
+
+class Muon(MatrixOptimizer):
+    """Muon with any solver, and Adam for the parameters that are not matrices.
+
+    For a matrix W with gradient G: `M <- momentum M + (1 - momentum) G`, `D = solver(M)`,
+    `W <- (1 - lr weight_decay) W - lr ratio D`. The ratio is 1 unless `adjust_lr_fn` is given.
+    `Muon(solver=GramNS())` is the paper's GramMuon, `Muon(solver=StandardNS(POLAR_EXPRESS))` its
+    PolarExpMuon; the default solver is the cheaper of the two for each shape. docs/optimizers.md has
+    every setting and the call that equals torch.optim.Muon.
+
+    >>> from cachemuon import ExactPolar
+    >>> W = torch.nn.Parameter(torch.eye(2, 3))
+    >>> W.grad = torch.tensor([[0.0, 3.0, 0.0], [1.0, 0.0, 0.0]])
+    >>> Muon([W], lr=0.5, weight_decay=0.0, solver=ExactPolar()).step()
+    >>> W.data
+    tensor([[ 1.0000, -0.5000,  0.0000],
+            [-0.5000,  1.0000,  0.0000]])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 1e-4,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        eps: float | None = None,
+        ns_steps: int | None = None,
+        adjust_lr_fn: str | None = "none",
+        *,
+        solver: Solver | None = None,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    ) -> None:
+        if ns_coefficients is not None or ns_steps is not None:
+            solver = StandardNS(shorthand(ns_coefficients, ns_steps, solver))
+        super().__init__(
+            params,
+            AutoNS() if solver is None else solver,
+            eps,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust_lr_fn,
+            max_workspace_bytes=max_workspace_bytes,
+        )
+
+    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+        self._settle(wait=False)  # a gradient that was not finite is told when that is known
+        send(matrices, {})
+        self._claim("fresh", solve_step(matrices, self._kept, lambda x: x.group["solver"]), matrices)
+
+    def _claim(
+        self, outcome: str, done: Iterator[tuple[list[Matrix], Tensor]], matrices: list[Matrix]
+    ) -> None:
+        """Count an outcome for all matrices, as if all gradients were finite, and send whether they were."""
+        flags, order = [], []
+        for batch, finite in done:
+            flags.append(finite)
+            order += batch
+        before = self._rows("counters", order)
+        after = [count(row, outcome) for row in before]
+        steps = zip(order, before, after, strict=True)
+        claims = [Claim(x.state, x.index, old, new) for x, old, new in steps]
+        counted = {id(x): row for x, row in zip(order, after, strict=True)}
+        self._post("counters", matrices, [counted[id(x)] for x in matrices])
+        self._kept.send(claims, flags, [])
+
+    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
+        solver, (n, m), calls = group["solver"], wide_shape(group, param), outcomes["fresh"]
+        dtype = solver.precision(param)
+        if isinstance(solver, AutoNS):
+            solver = solver.choose(n, m, dtype)
+        if isinstance(solver, GramNS):
+            executed = executed_by(solver, n, m, dtype)
+            return calls * executed.gram, calls * paper_cost(solver, n, m).gram
+        if isinstance(solver, StandardNS):
+            executed = Executed(n, m, solver.schedule.steps, pieces=panels(n, dtype))
+            return outcomes["fresh"] * executed.standard, outcomes["fresh"] * paper_cost(
+                solver, n, m
+            ).standard
+        return 0, 0  # a solver of the user's own, or the SVD: not counted

@@ -1,0 +1,131 @@
+"""What is known of every step before the first: solvers, prices, room, and when first transforms end.
+
+A plan is a pure function of the parameter groups: of shapes and settings, never of what has happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import CacheGNS
+from .flops import executed_by
+from .groups import matrix_shape
+from .guard import Guard
+from .polar import computed_in
+from .workspace import hit_bytes, solve_bytes
+
+SETTINGS = ("solver", "probe", "vectors", "clip", "gate", "guard", "max_age", "view")
+"""The settings of a group that a plan depends on."""
+
+
+def cache_of(group: dict[str, Any]) -> CacheGNS:
+    """The solver with the settings of a parameter group of CacheMuon."""
+    return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Policy:
+    """What the matrices of one shape in one group have in common."""
+
+    cache: CacheGNS
+    guard: Guard | None  # None: the cache never rests
+    cold: int  # FLOPs of a refresh
+    hit_room: int  # bytes, for each of a batch
+    solve_room: int
+    left: int  # bytes that a probe leaves until the gate has decided
+
+    @classmethod
+    def of(cls, group: dict[str, Any], param: Tensor, batch: int) -> Policy:
+        """For the matrices of a parameter, of whose kind there are `batch`."""
+        n, m = wide_shape(group, param)
+        cache, solver, dtype = cache_of(group), group["solver"], computed_in(param.dtype)
+        rank, columns, size = cache.rank(n), cache.columns(n), dtype.itemsize
+        sketch = {"probe": group["probe"], "vectors": group["vectors"], "rank": rank}
+        cost = executed_by(solver, n, m, solver.precision(param), **sketch)
+        hit_room = hit_bytes(n, m, columns, size)
+        guard = None
+        if group["guard"]:
+            lagged = group["gate"] == "lagged"
+            guard = Guard.of(cost, batch=batch, device=param.device.type, lagged=lagged)
+        left = 0 if group["gate"] == "lagged" else n * m if cache.probe == "exact" else 2 * n * rank
+        return cls(cache, guard, cost.cold, hit_room, solve_bytes(n, m, size), left * size)
+
+    @property
+    def always_rests(self) -> bool:
+        """Whether its cache is never used."""
+        return self.guard is not None and self.guard.always_rests
+
+
+def spread(weights: list[int], places: int) -> list[int]:
+    """A place for each weight, in their order, so that all places have about the same sum.
+
+    >>> spread([3, 3, 1, 1, 1, 1, 1, 1], 4)
+    [0, 1, 2, 2, 2, 3, 3, 3]
+    """
+    total, before, found = sum(weights), 0, []
+    for weight in weights:
+        found.append((2 * before + weight) * places // (2 * total))  # where its middle lies
+        before += weight
+    return found
+
+
+class Plan:
+    """The policy of every parameter; and by how many steps the first life of each matrix is shorter.
+
+    Transforms that were all made at the first step would all be due at one step. So first lives have all
+    lengths, and each step gets about the same FLOPs of refreshes from then on; those of one shape together,
+    as far as that goes, since they are solved as one batch.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.key = _key(groups)
+        self._places: dict[int, tuple[Policy, list[int]]] = {}
+        kinds: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
+        for group in groups:
+            for param in group["params"] if group["use_muon"] else ():
+                if not param.numel():
+                    continue  # it is never stepped
+                kind = (id(group), param.shape, param.dtype, param.device)
+                kinds.setdefault(kind, []).append((group, param))
+        due: dict[int, list[tuple[int, list[int], int]]] = {}  # by max_age: the FLOPs, and where to write
+        for members in kinds.values():
+            group, param = members[0]
+            number = matrix_shape(param.shape, group["view"])[0]
+            policy = Policy.of(group, param, number * len(members))
+            for _, param in members:
+                early = [0] * number
+                self._places[id(param)] = policy, early
+                if group["max_age"] and not policy.always_rests:
+                    entries = due.setdefault(group["max_age"], [])
+                    entries += [(policy.cold, early, i) for i in range(number)]
+        for max_age, entries in due.items():
+            for (_, early, i), step in zip(
+                entries, spread([e[0] for e in entries], max_age + 1), strict=True
+            ):
+                early[i] = step
+
+    def of(self, param: Tensor) -> tuple[Policy, list[int]]:
+        """The policy of a parameter, and `early` of each of its matrices."""
+        return self._places[id(param)]
+
+    def fits(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether it is still the plan of these groups."""
+        return self.key == _key(groups)
+
+
+def _key(groups: list[dict[str, Any]]) -> list[Any]:
+    return [
+        (*(group[name] for name in SETTINGS), *map(id, group["params"]))
+        for group in groups
+        if group["use_muon"]
+    ]
+
+
+def wide_shape(group: dict[str, Any], param: Tensor) -> tuple[int, int]:
+    """`(n, m)` of a parameter's matrices, wide."""
+    _, rows, cols = matrix_shape(torch.Size(param.shape), group["view"])
+    return min(rows, cols), max(rows, cols)
