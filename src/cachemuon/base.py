@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,23 +15,18 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .groups import matrix_shape
 from .host import Kept, Ledger
-from .matrices import ADJUST_LR_FNS, Matrix, matrices_of
+from .matrices import Matrix, matrices_of
 from .polar import Solver, full_precision
-from .schedules import QUINTIC, Schedule
+from .settings import (
+    ADAM_DEFAULTS,
+    check_adam_group,
+    check_entry,
+    check_muon_group,
+    check_once,
+    check_param,
+    named_params,
+)
 from .stats import COLUMNS, RESIDUALS, Event, new_counters, outcome_counts, summary
-
-ADAM_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-4,
-    "decoupled_weight_decay": True,
-    "fused": True,
-}
-"""The settings of a group with `use_muon=False`; it inherits none of Muon's."""
-
-MAX_WORKSPACE_BYTES = 256 * 2**20
-"""The default ceiling on what a step takes beside the state; one matrix's own needs, if they are more."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -68,20 +63,7 @@ class MatrixOptimizer(Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that cannot be meant."""
-        if not isinstance(group["solver"], Solver):
-            raise ValueError(f"solver must be a Solver such as GramNS(), got {group['solver']!r}")
-        _check_non_negative(group, "lr", "weight_decay", "eps")
-        _check_decay("momentum", group["momentum"])
-        _check_absent(group, "maximize")
-        if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR_FNS:
-            raise ValueError(
-                f"adjust_lr_fn must be one of {', '.join(map(repr, ADJUST_LR_FNS))} or None (as in torch: "
-                f"'original'), got {group['adjust_lr_fn']!r}"
-            )
-        if not (isinstance(group["max_workspace_bytes"], int) and group["max_workspace_bytes"] > 0):
-            raise ValueError(
-                f"max_workspace_bytes must be an integer > 0, got {group['max_workspace_bytes']!r}"
-            )
+        check_muon_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the given dict is not changed.
@@ -90,7 +72,7 @@ class MatrixOptimizer(Optimizer):
         """
         group = dict(param_group)
         own_eps = "eps" in group
-        _check_once(group)
+        check_once(group)
         if group.get("use_muon", True):
             group.setdefault("step", max((g.get("step", 0) for g in self.param_groups), default=0))
         else:
@@ -105,9 +87,9 @@ class MatrixOptimizer(Optimizer):
             else:
                 for key in self.defaults.keys() - ADAM_DEFAULTS.keys() - {"use_muon"} - param_group.keys():
                     del group[key]
-                _check_adam_group(group)
-            for name, param in _named(group, len(self.param_groups) - 1):
-                _check_param(name, param, group)
+                check_adam_group(group)
+            for name, param in named_params(group, len(self.param_groups) - 1):
+                check_param(name, param, group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -170,7 +152,7 @@ class MatrixOptimizer(Optimizer):
             )
 
     def _with_grad(self, index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        for name, param in _named(group, index):
+        for name, param in named_params(group, index):
             if param.grad is None or param.numel() == 0:
                 continue
             if param.grad.is_sparse:
@@ -184,7 +166,7 @@ class MatrixOptimizer(Optimizer):
             # On the host, which decides by them, and knows what it has written.
             state["counters"] = torch.empty(number, len(COLUMNS), dtype=torch.int64, device="cpu")
             self._kept.counters.post([state["counters"]], [[new_counters()] * number])
-            state["residuals"] = torch.empty(number, len(RESIDUALS), dtype=torch.float32, device="cpu")
+            state["residuals"] = torch.empty(number, len(RESIDUALS), dtype=torch.float64, device="cpu")
             self._kept.residuals.post([state["residuals"]], [[[math.nan] * len(RESIDUALS)] * number])
         return state
 
@@ -265,12 +247,12 @@ class MatrixOptimizer(Optimizer):
         params = [
             (name, param, group)
             for index, group in enumerate(self.param_groups)
-            for name, param in _named(group, index)
+            for name, param in named_params(group, index)
         ]
         for key, (name, param, group) in zip(saved_keys, params, strict=True):
             for entry, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
-                    _check_entry(name, param, group, entry, value)
+                    check_entry(name, param, group, entry, value)
                     restored = self._restored(param, entry, value, self.state[param][entry])
                     self.state[param][entry] = restored
 
@@ -314,7 +296,7 @@ class MatrixOptimizer(Optimizer):
         for index, group in enumerate(self.param_groups):
             if not group["use_muon"]:
                 continue
-            for name, param in _named(group, index):
+            for name, param in named_params(group, index):
                 state = self.state.get(param, {})
                 if "counters" not in state:
                     continue
@@ -324,116 +306,8 @@ class MatrixOptimizer(Optimizer):
                     yield name if single else f"{name}[{i}]", group, param, counters, residuals
 
 
-def shorthand(coefficients: Any, steps: int | None, solver: Solver | None) -> Schedule:
-    """torch.optim.Muon's `ns_coefficients` and `ns_steps`: one triple repeated; or a triple for each step."""
-    if solver is not None:
-        raise ValueError(
-            f"solver and ns_coefficients or ns_steps exclude each other, got solver={solver!r}, "
-            f"ns_coefficients={coefficients!r}, ns_steps={steps!r}"
-        )
-    if steps is not None and not (isinstance(steps, int) and steps >= 1):
-        raise ValueError(f"ns_steps must be an integer >= 1, got {steps!r}")
-    triples = QUINTIC.triples[:1] if coefficients is None else tuple(coefficients)
-    if triples and not isinstance(triples[0], Sequence):
-        triples = (triples,)
-    if len(triples) == 1:
-        triples = triples * (5 if steps is None else steps)
-    if steps is not None and len(triples) != steps:
-        raise ValueError(f"ns_steps must be the number of ns_coefficients, {len(triples)}, got {steps!r}")
-    return Schedule(triples)
-
-
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
     """The tensor in the parameter's memory layout: the fused kernel walks over both alike."""
     if tensor.shape != param.shape or tensor.stride() == param.stride():
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
-
-
-def _named(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    names = group.get("param_names") or [f"group{index}.param{i}" for i in range(len(group["params"]))]
-    return zip(names, group["params"], strict=True)
-
-
-def _check_once(group: dict[str, Any]) -> None:
-    params = group["params"]
-    if isinstance(params, Tensor):
-        return
-    group["params"] = params = list(params)  # it may be a generator
-    tensors = [one[1] if isinstance(one, tuple) else one for one in params]
-    for i, tensor in enumerate(tensors):
-        if any(tensor is other for other in tensors[:i]):
-            raise ValueError(
-                f"params must have each parameter once, got the one of shape {tuple(tensor.shape)} twice"
-            )
-
-
-def _check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, saved: Tensor) -> None:
-    """Refuse a saved entry that is not this parameter's, or of another version of this library."""
-    if not group["use_muon"]:
-        return
-    number, rows, cols = matrix_shape(param.shape, group["view"])
-    n = min(rows, cols)
-    expected = {
-        "counters": (number, len(COLUMNS)),
-        "residuals": (number, len(RESIDUALS)),
-        "transform": (n, n) if number == 1 else (number, n, n),
-        "momentum_buffer": tuple(param.shape),
-    }
-    if entry in expected and tuple(saved.shape) != expected[entry]:
-        raise ValueError(
-            f"{name}: {entry} must have shape {expected[entry]}, got {tuple(saved.shape)}: of another "
-            f"parameter, or of another version"
-        )
-
-
-def _check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
-    if not param.is_floating_point():
-        raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
-    if param.layout != torch.strided:
-        raise ValueError(f"{name}: parameters must be dense, got {param.layout}")
-    if hasattr(param, "placements"):
-        raise ValueError(
-            f"{name}: sharded parameters (DTensor) are not supported, got {type(param).__name__}"
-        )
-    if not group["use_muon"]:
-        return
-    if param.ndim < 2:
-        raise ValueError(
-            f"{name}: a parameter of a Muon group must have at least 2 dimensions, got shape "
-            f"{tuple(param.shape)}; param_groups(model) gives the others to Adam (use_muon=False)"
-        )
-    matrix_shape(param.shape, group["view"])
-
-
-def _check_adam_group(group: dict[str, Any]) -> None:
-    _check_non_negative(group, "lr", "weight_decay", "eps")
-    betas = group["betas"]
-    if not (isinstance(betas, tuple | list) and len(betas) == 2):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
-    for beta in betas:
-        _check_decay("betas", beta)
-    _check_absent(group, "amsgrad", "maximize")
-
-
-def _check_absent(group: dict[str, Any], *keys: str) -> None:
-    for key in keys:
-        if group.get(key):
-            raise ValueError(f"{key} must be left out or False, got {group[key]!r}")
-
-
-def _check_decay(key: str, value: object) -> None:
-    if not (isinstance(value, int | float) and 0 <= value < 1):
-        raise ValueError(f"{key} must be in [0, 1), got {value!r}")
-
-
-def _check_non_negative(group: dict[str, Any], *keys: str) -> None:
-    for key in keys:
-        value = group[key]
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"{key} must be a number or a tensor of one element, got shape {value.shape}"
-                )
-        elif not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{key} must be a number >= 0, got {value!r}")

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer, shorthand
+from .base import MatrixOptimizer
 from .cache import GATES, check_gate
 from .engine import CachedStep, Decision, Unread, blocks_for
 from .flops import executed_by, paper_cost, price
@@ -17,6 +17,7 @@ from .host import Claim
 from .matrices import Matrix
 from .plan import Plan, cache_of, wide_shape
 from .polar import GramNS
+from .settings import shorthand
 
 
 class CacheMuon(MatrixOptimizer):
@@ -38,10 +39,11 @@ class CacheMuon(MatrixOptimizer):
     `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`), and for
     good where the matrix is small.
 
-    >>> W = torch.nn.Parameter(torch.zeros(128, 192))
+    >>> import torch
+    >>> W = torch.nn.Parameter(torch.zeros(256, 384))
     >>> opt = CacheMuon([W], lr=0.01)
     >>> for _ in range(3):
-    ...     W.grad = torch.eye(128, 192)
+    ...     W.grad = torch.eye(256, 384)
     ...     opt.step()
     >>> stats = opt.cache_stats()
     >>> stats["calls"], stats["hits"], stats["matrices"]["group0.param0"]["misses"]["cold"]
@@ -71,7 +73,7 @@ class CacheMuon(MatrixOptimizer):
         gate: str = "sync",
         guard: bool = True,
         solver: GramNS | None = None,
-        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+        max_workspace_bytes: int | None = None,
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = GramNS(shorthand(ns_coefficients, ns_steps, solver))

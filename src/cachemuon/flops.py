@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 
-from .polar import GramNS, StandardNS, gram_flops, standard_flops
-from .products import panels, symmetric_flops
+from .polar import GramNS, StandardNS
+from .products import gram_flops, panels, standard_flops, symmetric_flops
 from .schedules import ROOT
 
 Shape = tuple[int, int]

@@ -15,7 +15,7 @@ from torch import Tensor
 from .host import Kept, upload
 from .matrices import Matrix, accumulate, assign_factors, batches, descend, factors_of, step_lengths
 from .polar import Solver, computed_in, normalize
-from .workspace import Workspace, solve_bytes
+from .workspace import Workspace, ceiling, solve_bytes
 
 
 def send(
@@ -44,8 +44,8 @@ def directions(
     matrices: list[Matrix], kept: Kept, solver_of: Callable[[Matrix], Solver]
 ) -> Iterator[tuple[list[Matrix], Tensor, Tensor]]:
     """Momentum and fresh directions: batches, their wide directions, and which gradients are finite."""
-    ceiling = ceiling_of(matrices)
-    for batch in prepared_batches(matrices, lambda x: x, lambda x: x.kind, _solve_room, ceiling, kept):
+    most = ceiling_of(matrices)
+    for batch in prepared_batches(matrices, lambda x: x, lambda x: x.kind, _solve_room, most, kept):
         update, workspace = accumulate(batch, kept.workspace), kept.workspace
         X = normalize(update.U, batch[0].group["eps"], scratch_like(workspace, update.U), update.peak)
         yield batch, solver_of(batch[0]).solve(X, workspace), update.finite
@@ -57,7 +57,8 @@ def _solve_room(x: Matrix) -> int:
 
 def ceiling_of(matrices: Iterable[Matrix]) -> int:
     """The bytes that a step may take beside the state, where these are worked on."""
-    return min((int(x.group["max_workspace_bytes"]) for x in matrices), default=1)
+    asked = {(x.group["max_workspace_bytes"], x.param.device.type) for x in matrices}
+    return min((ceiling(*pair) for pair in asked), default=1)
 
 
 Item = TypeVar("Item")

@@ -20,14 +20,15 @@ class Machine(NamedTuple):
     element: int
 
 
-MACHINES = {"cpu": Machine(call=1_500_000, thin=11, element=1250)}
-"""Two cores in float32, where 1.5 MFLOP take 7 us: `python benchmarks/prices.py`."""
+MACHINES = {"cpu": Machine(call=1_400_000, thin=8, element=1300)}
+"""Two cores in float32, where 1.4 MFLOP take 7 us: `python benchmarks/prices.py`."""
 
 ASSUMED = Machine(call=500_000_000, thin=12, element=2000)
 """Every other device, of which none was measured: 5 us for a launch, 100 TFLOP/s, 2 TB/s of memory."""
 
-SOLVE_CALLS, KEEP_CALLS, PROBE_CALLS, CLIP_CALLS = 40, 10, 20, 70
-"""How many operations a solve takes, keeping its transform, probing and applying one, and clipping."""
+STEP_CALLS, SOLVE_CALLS, PROBE_CALLS, CLIP_CALLS = 55, 50, 55, 65
+"""How many operations every step takes, a solve beyond that, probing and applying a transform, and clipping:
+by their time, from the same fit."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Guard:
     ...     balance, wait, interval = guard.after("residual", balance, wait, interval)
     ...     tries += 1
     >>> tries, wait
-    (5, 32)
+    (4, 32)
     """
 
     gains: dict[str, int]
@@ -68,6 +69,7 @@ class Guard:
         call, thin, element = MACHINES.get(device, ASSUMED)
 
         def duration(flops: int, calls: int, memory_bound: int = 0) -> float:
+            calls += STEP_CALLS
             return flops + (thin - 1) * memory_bound + calls * call / batch + element * cost.n * cost.m
 
         vectors = {"exact": 0, "sketch": 2 if cost.rank else 4}[cost.probe] * cost.vectors * cost.n * cost.m
@@ -75,8 +77,8 @@ class Guard:
         solve = duration(cost.baseline, SOLVE_CALLS)
         durations = {
             "hit": duration(cost.hit, probing, vectors),
-            "cold": duration(cost.cold, SOLVE_CALLS + KEEP_CALLS, cost.recheck),
-            "residual": duration(cost.miss, SOLVE_CALLS + KEEP_CALLS + probing, cost.recheck + vectors),
+            "cold": duration(cost.cold, SOLVE_CALLS, cost.recheck),
+            "residual": duration(cost.miss, SOLVE_CALLS + probing, cost.recheck + vectors),
         }
         gains = {outcome: round(1000 * (1 - taken / solve)) for outcome, taken in durations.items()}
         if lagged:  # a refusal is of a hit that should not have been one, and gives back what that earned

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MAX_WORKSPACE_BYTES, MatrixOptimizer, shorthand
+from .base import MatrixOptimizer
 from .flops import Executed, executed_by, paper_cost
 from .fresh import send, solve_step
 from .host import Claim
@@ -16,6 +16,7 @@ from .matrices import Matrix
 from .plan import wide_shape
 from .polar import AutoNS, GramNS, Solver, StandardNS
 from .products import panels
+from .settings import shorthand
 from .stats import count
 
 
@@ -28,6 +29,7 @@ class Muon(MatrixOptimizer):
     PolarExpMuon; the default solver is the cheaper of the two for each shape. docs/optimizers.md has
     every setting and the call that equals torch.optim.Muon.
 
+    >>> import torch
     >>> from cachemuon import ExactPolar
     >>> W = torch.nn.Parameter(torch.eye(2, 3))
     >>> W.grad = torch.tensor([[0.0, 3.0, 0.0], [1.0, 0.0, 0.0]])
@@ -50,7 +52,7 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: str | None = "none",
         *,
         solver: Solver | None = None,
-        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+        max_workspace_bytes: int | None = None,
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = StandardNS(shorthand(ns_coefficients, ns_steps, solver))

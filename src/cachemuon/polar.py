@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import panels, symmetric, symmetric_flops
+from .products import gram_flops, panels, standard_flops, symmetric
 from .schedules import GRAM, POLAR_EXPRESS, Schedule, Triple
 from .workspace import Workspace
 
@@ -301,20 +301,6 @@ def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | Gr
     if gram_flops(n, m, steps, restarts, pieces) < standard_flops(n, m, steps, pieces):
         return gram
     return StandardNS(gram.schedule, eps=gram.eps, dtype=gram.dtype)
-
-
-def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1) -> int:
-    """What GramNS multiplies: for each segment `Y Y^T` and `Q Y`; `R^2` for each step, and three products
-    more for each that no segment ends with. Symmetric ones in that many panels.
-    """
-    squares = steps + 3 * (steps - 1 - restarts)
-    segment = symmetric_flops(n, m, pieces) + 2 * n * n * m
-    return (restarts + 1) * segment + squares * symmetric_flops(n, n, pieces)
-
-
-def standard_flops(n: int, m: int, steps: int, pieces: int = 1) -> int:
-    """What StandardNS multiplies: `Y Y^T`, `A^2` and `Z Y` for each step, the first two in those panels."""
-    return steps * (symmetric_flops(n, m, pieces) + symmetric_flops(n, n, pieces) + 2 * n * n * m)
 
 
 @dataclass(frozen=True)

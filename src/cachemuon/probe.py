@@ -57,8 +57,9 @@ def paired_residual(z: Tensor, E: Tensor) -> Tensor:
     True
     """
     n, k = z.shape[-2:]
-    products = E @ E.mT
-    products.sub_(z.mT @ z).diagonal(dim1=-2, dim2=-1).zero_()
+    z = z.expand(*E.shape[:-2], n, k)
+    products = E @ E.mT - z.mT @ z
+    products.diagonal(dim1=-2, dim2=-1).zero_()
     length: Tensor = torch.linalg.vector_norm(products, dim=(-2, -1))
     return length / math.sqrt(n * k * (k - 1))
 

@@ -112,5 +112,5 @@ GRAM = polar_express(5, 1.05, name="gram")
 QUINTIC = quintic(5)
 """Jordan's schedule, torch.optim.Muon's default."""
 
-ROOT = polar_express(6, 1.0, name="root")
+ROOT = polar_express(7, 1.0, name="root")
 """For inverse square roots that must be exact in float32: Polar Express until it has converged."""

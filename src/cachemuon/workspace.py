@@ -74,6 +74,20 @@ class Workspace:
         return view
 
 
+def ceiling(max_workspace_bytes: int | None, device_type: str) -> int:
+    """The bytes that a step may take beside the state.
+
+    By default 64 MiB on a CPU, where stacks that no cache holds take longer than their matrices one by one
+    (docs/performance.md), and 1 GiB on other devices, where every operation has to be launched.
+
+    >>> ceiling(None, "cpu"), ceiling(None, "cuda"), ceiling(5, "cpu")
+    (67108864, 1073741824, 5)
+    """
+    if max_workspace_bytes is not None:
+        return max_workspace_bytes
+    return 2**26 if device_type == "cpu" else 2**30
+
+
 def solve_bytes(n: int, m: int, itemsize: int = 4) -> int:
     """What solving for one n x m matrix takes at most beside the state: five of its size, and seven n x n.
 
@@ -84,10 +98,10 @@ def solve_bytes(n: int, m: int, itemsize: int = 4) -> int:
 
 
 def hit_bytes(n: int, m: int, columns: int, itemsize: int = 4) -> int:
-    """What probing and applying a transform takes at most, with that many random vectors: four matrices of
-    n x m, three n x n, and thin ones.
+    """What probing and applying a transform takes at most, with that many random vectors: five matrices of
+    n x m, four n x n, and thin ones.
 
     >>> hit_bytes(768, 3072, 56) / 2**20
-    45.375
+    56.625
     """
-    return itemsize * (n * (4 * m + 3 * n) + columns * (2 * m + 8 * n))
+    return itemsize * (n * (5 * m + 4 * n) + columns * (2 * m + 8 * n))

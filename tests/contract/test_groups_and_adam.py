@@ -59,7 +59,7 @@ OWN_CACHE_SETTINGS = [
     {"vectors": 2, "gamma": 1.0},
     {"seed": 5, "gamma": 1.0},
     {"clip": 0.25},
-    {"clip": 0.25, "guard": False},
+    {"clip": 0.25, "vectors": 4},
 ]
 
 

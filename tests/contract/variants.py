@@ -42,8 +42,10 @@ def _over(names):
 
 every_variant = _over(VARIANTS)
 fresh_variants = _over(name for name in VARIANTS if name.startswith("muon"))
-# By default small matrices are not cached; all others hit.
-cache_variants = _over(name for name in VARIANTS if name.startswith("cache") and name != "cache-defaults")
+# With a guard small matrices are cached for a few steps at most; all others hit.
+cache_variants = _over(
+    name for name in VARIANTS if name.startswith("cache") and name not in ("cache-defaults", "cache-guarded")
+)
 both_optimizers = _over(["muon", "cache"])
 
 
@@ -52,9 +54,8 @@ def gates(optimizer):
 
 
 def caches(optimizer):
-    """Whether it caches matrices as small as here: clipped, they never pay, and a guard lets them rest."""
-    group = optimizer.param_groups[0]
-    return gates(optimizer) and not (group["guard"] and group["clip"])
+    """Whether it caches matrices as small as here: they don't pay, and a guard lets them rest."""
+    return gates(optimizer) and not optimizer.param_groups[0]["guard"]
 
 
 # Models. Sizes differ between layers so that a step meets several shapes, some of them more than once.

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cachemuon import GRAM, CacheGNS, GramNS, StandardNS
 from cachemuon.cache import decide
 from cachemuon.flops import Executed
-from cachemuon.stats import AGE, NO_AGE, OUTCOMES, count, new_counters
+from cachemuon.stats import AGE, EARLY, NO_AGE, OUTCOMES, count, new_counters
 
 
 def momenta(dtype=torch.float64, beta=0.9):
@@ -158,13 +158,15 @@ def test_counters_count():
     row = new_counters()
     for outcome in ("non-finite", "cold", "hit", "hit", "non-finite", "residual", "hit", "stale"):
         row = count(row, outcome)
-    guards = [0, 0, 0]
-    assert row == [3, 1, 1, 1, 2, 0, 0, 0, OUTCOMES.index("stale"), *guards]
+    rest = [0, 0, 0, 0]  # not early, and the guard's
+    assert row == [3, 1, 1, 1, 2, 0, 0, 0, OUTCOMES.index("stale"), *rest]
     aged = count(row, "hit")
     assert (row[AGE], aged[AGE], count(aged, "non-finite")[AGE]) == (0, 1, 2)
     row = count(aged, "resting")  # solved without cache: from then on there is no transform
-    assert row == [4, 1, 1, 1, 2, 0, 1, NO_AGE, OUTCOMES.index("resting"), *guards]
+    assert row == [4, 1, 1, 1, 2, 0, 1, NO_AGE, OUTCOMES.index("resting"), *rest]
     assert count(row, "non-finite")[AGE] == count(row, "resting")[AGE] == NO_AGE
+    first = count(row, "cold", early=3)  # its life is shorter, that of the transform after it is not
+    assert (first[EARLY], count(first, "hit", 3)[EARLY], count(first, "stale", 3)[EARLY]) == (3, 3, 0)
 
 
 @pytest.mark.parametrize(

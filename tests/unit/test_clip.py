@@ -20,15 +20,17 @@ def spoiled(n=64, m=160, new=3, size=0.3):
 
 
 def direction_by_hand(Q, M, clip, vectors, step):
-    """The formulas, with an SVD for the polar factor."""
+    """The formulas, with eigenvalues for the roots."""
     X = normalize(M)
     n = len(X)
     rank = -int(-clip * n // 1)
     Y0 = random_block(n, vectors + rank, seed=0, step=step, dtype=X.dtype)[:, vectors:]
     C = Q @ X
-    Y = torch.linalg.qr(C @ C.mT @ Y0).Q
-    U, _, Vh = torch.linalg.svd(Y.mT @ C, full_matrices=False)
-    return C + Y @ (U @ Vh - Y.mT @ C)
+    nystrom = C @ C.mT @ Y0 @ torch.linalg.inv(Y0.mT @ C @ C.mT @ Y0) @ Y0.mT @ C @ C.mT
+    squares, span = torch.linalg.eigh(nystrom)  # of n x n, where clipping has r x r
+    R = (1 + squares.clamp(min=0)).rsqrt()
+    # C + Y (R - I) Y^T C with Y = V R: along each direction by s^2 R^2 (R - 1), and s^2 R^2 = 1 - R^2.
+    return C + (span * ((1 - R**2) * (R - 1))) @ span.mT @ C
 
 
 def test_the_direction_is_that_of_the_formula():
@@ -36,8 +38,23 @@ def test_the_direction_is_that_of_the_formula():
     D, kept, event = CacheGNS(clip=1 / 8)(M, Q, 1e9, step=4)
     expected = direction_by_hand(Q, M, 1 / 8, 8, 4)
     assert event.hit and kept.data_ptr() == Q.data_ptr()  # the repair is never kept
-    # The small solve is five steps of a polynomial, not an SVD: its singular values are 1 within 0.2.
-    assert torch.linalg.matrix_norm(D - expected, 2) < 0.2
+    # The shift before the Cholesky factor is 64 * 2e-16, and the root converges to 1e-9.
+    assert torch.linalg.matrix_norm(D - expected, 2) < 1e-6
+
+
+def test_long_directions_are_cut_to_between_one_and_a_sixth_more_and_short_ones_stay():
+    # With as many vectors as rows V V^T is C C^T itself.
+    lengths = torch.tensor([300.0, 40.0, 10.0, 5.0, 3.0, 2.0, 1.4, 0.7, 0.4, 0.1], dtype=torch.float64)
+    n = len(lengths)
+    g = torch.Generator().manual_seed(0)
+    right = torch.linalg.qr(torch.randn(40, n, generator=g, dtype=torch.float64)).Q
+    M = lengths.unsqueeze(1) * right.mT
+    scale = torch.linalg.matrix_norm(M)  # so that Q X = M
+    D, _, _ = CacheGNS(clip=1.0)(M, torch.eye(n, dtype=torch.float64) * scale, 1e9)
+    cut = torch.linalg.vector_norm(D, dim=1)  # rows are orthogonal
+    assert (cut[lengths > 1.35] > 1 - 1e-2).all() and (cut[lengths > 1.35] < 1.16).all()
+    assert (cut[lengths < 0.5] > 0.93 * lengths[lengths < 0.5]).all()
+    assert (cut <= lengths.clamp(max=1.16)).all()
 
 
 def test_the_residual_falls_and_is_that_of_the_repaired_direction():

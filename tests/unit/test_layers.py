@@ -20,6 +20,7 @@ LAYERS = (  # lowest first
     "theory",
     "groups",
     "matrices",
+    "settings",
     "host",
     "plan",
     "fresh",

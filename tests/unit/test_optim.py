@@ -167,7 +167,8 @@ def test_max_age_bounds_the_hits():
     for max_age, rate in ((0, 0.0), (1, 0.5), (4, 0.8), (9, 0.9)):
         _, optimizer = replay(lambda p, a=max_age: unclipped(p, gamma=math.inf, max_age=a, guard=False))
         stats = optimizer.cache_stats()
-        assert stats["hit_rate"] == pytest.approx(rate)
+        # Lives of the first transforms have all lengths: at most one solve more for each matrix.
+        assert rate - 1 / 50 <= stats["hit_rate"] <= rate
         assert all(entry["age"] <= max_age for entry in stats["matrices"].values())
 
 
@@ -238,8 +239,7 @@ def counted_reads(monkeypatch):
         return plain(self._host)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    for method in ("wait", "poll"):
-        monkeypatch.setattr(Readback, method, delivered)
+    monkeypatch.setattr(Readback, "wait", delivered)
     return reads
 
 
@@ -247,7 +247,7 @@ def counted_reads(monkeypatch):
     "make, gate_reads",
     [
         pytest.param(Muon, 0, id="Muon"),
-        pytest.param(CacheMuon, 1, id="defaults"),
+        pytest.param(CacheMuon, 0, id="resting"),
         pytest.param(unclipped, 1, id="sync"),
         pytest.param(CacheMuon.paper, 1, id="paper"),
         pytest.param(partial(CacheMuon, clip=0.25, guard=False), 1, id="clip"),
@@ -267,8 +267,7 @@ def test_a_step_reads_no_tensor_but_the_gates(make, gate_reads, monkeypatch):
         with HostReads() as reads:
             optimizer.step()
         assert reads.seen == []
-        if step:  # a step without a predecessor reads its new state: NaN and zeros
-            assert tensor_reads == [torch.float32] * gate_reads  # nor the counters, which it knows by heart
+        assert tensor_reads == [torch.float32] * gate_reads  # nor the counters, which it knows by heart
 
 
 def test_counters_that_were_loaded_are_read_once(monkeypatch):
@@ -281,7 +280,7 @@ def test_counters_that_were_loaded_are_read_once(monkeypatch):
     tensor_reads = counted_reads(monkeypatch)
     W = torch.nn.Parameter(torch.zeros(4, 6))
     optimizer = unclipped([W])
-    assert [stepped(optimizer, W) for _ in range(3)] == [1, 0, 0]
+    assert [stepped(optimizer, W) for _ in range(3)] == [0, 0, 0]
     saved = copy.deepcopy(optimizer.state_dict())
     assert stepped(optimizer, W) == 0
     optimizer.load_state_dict(saved)

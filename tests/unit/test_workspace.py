@@ -20,7 +20,7 @@ def matrices(*shape, number=1, seed=0):
 
 
 def held(workspace):
-    return sum(memory.numel() for memory in workspace._memory.values())
+    return workspace.nbytes
 
 
 # The workspace itself
@@ -55,9 +55,9 @@ def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
     workspace.like("X", large)
     workspace.square("R", large)
     before, small = held(workspace), solve_bytes(4, 6)
-    workspace.prepare(1, 4, 6, 4, ceiling=before + small)
+    workspace.prepare(1, 4, 6, 4, need=small, ceiling=before + small)
     assert held(workspace) == before
-    workspace.prepare(1, 4, 6, 4, ceiling=small)
+    workspace.prepare(1, 4, 6, 4, need=small, ceiling=small)
     assert held(workspace) == 0
 
 
@@ -126,7 +126,7 @@ class Live(TorchDispatchMode):
         owned = (*states, *params, *(param.grad for param in params))
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned}
         self._alive, self.peak = {}, 0
-        self._see(list(optimizer._workspace()._memory.values()))
+        self._see(list(optimizer._kept.workspace._memory.values()))
 
     def _see(self, tensors):
         for tensor in tensors:
@@ -147,7 +147,7 @@ MAKES = {
     "standard": partial(Muon, solver=StandardNS()),
     "sketch": partial(unclipped, guard=False),
     "sketch-misses": partial(unclipped, gamma=0.0, guard=False),
-    "resting": partial(unclipped, gamma=0.0),
+    "resting": partial(unclipped, gamma=0.0, guard=True),
     "lagged": partial(unclipped, gate="lagged", guard=False),
     "lagged-misses": partial(unclipped, gate="lagged", gamma=0.0, guard=False),
     "lagged-exact": partial(unclipped, gate="lagged", probe="exact", guard=False),
@@ -157,6 +157,9 @@ MAKES = {
     "sketch-nesterov": partial(unclipped, nesterov=True, guard=False),
     "clip": partial(CacheMuon, gamma=5.0, max_age=None, clip=1 / 8, guard=False),
     "clip-lagged": partial(CacheMuon, gamma=5.0, max_age=None, clip=1 / 8, gate="lagged", guard=False),
+    "clip-half": partial(CacheMuon, max_age=None, clip=1 / 2, guard=False),
+    "clip-half-lagged": partial(CacheMuon, max_age=None, clip=1 / 2, gate="lagged", guard=False),
+    "clip-all-lagged": partial(CacheMuon, max_age=3, clip=1.0, gate="lagged", nesterov=True, guard=False),
 }
 
 
@@ -195,4 +198,4 @@ def test_many_shapes_together_take_no_more_than_the_ceiling(name):
                 optimizer.step()
             if step:  # the first makes the state
                 assert live.peak <= factor * largest
-            assert 0 < held(optimizer._workspace()) <= factor * largest
+            assert 0 < held(optimizer._kept.workspace) <= factor * largest

@@ -1,0 +1,161 @@
+"""What may be said of a parameter group: Adam's defaults, torch's shorthands, and what is refused.
+
+Every error names the argument, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .groups import matrix_shape
+from .matrices import ADJUST_LR_FNS
+from .polar import Solver
+from .schedules import QUINTIC, Schedule
+from .stats import COLUMNS, RESIDUALS
+
+ADAM_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-4,
+    "decoupled_weight_decay": True,
+    "fused": True,
+}
+"""The settings of a group with `use_muon=False`; it inherits none of Muon's."""
+
+
+def check_muon_group(group: dict[str, Any]) -> None:
+    """Refuse settings of a Muon group that cannot be meant."""
+    if not isinstance(group["solver"], Solver):
+        raise ValueError(f"solver must be a Solver such as GramNS(), got {group['solver']!r}")
+    check_non_negative(group, "lr", "weight_decay", "eps")
+    check_decay("momentum", group["momentum"])
+    check_absent(group, "maximize")
+    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR_FNS:
+        raise ValueError(
+            f"adjust_lr_fn must be one of {', '.join(map(repr, ADJUST_LR_FNS))} or None (as in torch: "
+            f"'original'), got {group['adjust_lr_fn']!r}"
+        )
+    size = group["max_workspace_bytes"]
+    if size is not None and not (isinstance(size, int) and size > 0):
+        raise ValueError(f"max_workspace_bytes must be an integer > 0 or None, got {size!r}")
+
+
+def shorthand(coefficients: Any, steps: int | None, solver: Solver | None) -> Schedule:
+    """torch.optim.Muon's `ns_coefficients` and `ns_steps`: one triple repeated; or a triple for each step."""
+    if solver is not None:
+        raise ValueError(
+            f"solver and ns_coefficients or ns_steps exclude each other, got solver={solver!r}, "
+            f"ns_coefficients={coefficients!r}, ns_steps={steps!r}"
+        )
+    if steps is not None and not (isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"ns_steps must be an integer >= 1, got {steps!r}")
+    triples = QUINTIC.triples[:1] if coefficients is None else tuple(coefficients)
+    if triples and not isinstance(triples[0], Sequence):
+        triples = (triples,)
+    if len(triples) == 1:
+        triples = triples * (5 if steps is None else steps)
+    if steps is not None and len(triples) != steps:
+        raise ValueError(f"ns_steps must be the number of ns_coefficients, {len(triples)}, got {steps!r}")
+    return Schedule(triples)
+
+
+def check_once(group: dict[str, Any]) -> None:
+    """Refuse a parameter that a group has twice: it would be stepped twice, with one state."""
+    if isinstance(group["params"], Tensor | set):  # a set is refused by torch
+        return
+    group["params"] = list(group["params"])  # it may be a generator
+    seen: set[int] = set()
+    for one in group["params"]:
+        tensor = one[1] if isinstance(one, tuple) else one
+        if id(tensor) in seen:
+            got = f"the one of shape {tuple(tensor.shape)} twice"
+            raise ValueError(f"params must have each parameter once, got {got}")
+        seen.add(id(tensor))
+
+
+def check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, saved: Tensor) -> None:
+    """Refuse a saved entry that is not this parameter's, or of another version of this library."""
+    if not group["use_muon"]:
+        return
+    number, rows, cols = matrix_shape(param.shape, group["view"])
+    n = min(rows, cols)
+    expected = {
+        "counters": (number, len(COLUMNS)),
+        "residuals": (number, len(RESIDUALS)),
+        "transform": (n, n) if number == 1 else (number, n, n),
+        "momentum_buffer": tuple(param.shape),
+    }
+    if entry in expected and tuple(saved.shape) != expected[entry]:
+        raise ValueError(
+            f"{name}: {entry} must have shape {expected[entry]}, got {tuple(saved.shape)}: of another "
+            f"parameter, or of another version"
+        )
+
+
+def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
+    """Refuse a parameter that cannot be stepped, or not as a matrix."""
+    if not param.is_floating_point():
+        raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
+    if param.layout != torch.strided:
+        raise ValueError(f"{name}: parameters must be dense, got {param.layout}")
+    if hasattr(param, "placements"):
+        raise ValueError(
+            f"{name}: sharded parameters (DTensor) are not supported, got {type(param).__name__}"
+        )
+    if not group["use_muon"]:
+        return
+    if param.ndim < 2:
+        raise ValueError(
+            f"{name}: a parameter of a Muon group must have at least 2 dimensions, got shape "
+            f"{tuple(param.shape)}; param_groups(model) gives the others to Adam (use_muon=False)"
+        )
+    matrix_shape(param.shape, group["view"])
+
+
+def check_adam_group(group: dict[str, Any]) -> None:
+    """Refuse settings of an Adam group that cannot be meant, or are not offered."""
+    check_non_negative(group, "lr", "weight_decay", "eps")
+    betas = group["betas"]
+    if not (isinstance(betas, tuple | list) and len(betas) == 2):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    for beta in betas:
+        check_decay("betas", beta)
+    check_absent(group, "amsgrad", "maximize")
+
+
+def check_absent(group: dict[str, Any], *keys: str) -> None:
+    """Refuse what would otherwise silently not be done."""
+    for key in keys:
+        if group.get(key):
+            raise ValueError(f"{key} must be left out or False, got {group[key]!r}")
+
+
+def check_decay(key: str, value: object) -> None:
+    """Refuse what is no factor of an average."""
+    if not (isinstance(value, int | float) and 0 <= value < 1):
+        raise ValueError(f"{key} must be in [0, 1), got {value!r}")
+
+
+def check_non_negative(group: dict[str, Any], *keys: str) -> None:
+    """Refuse what is no number, or a negative one."""
+    for key in keys:
+        value = group[key]
+        if isinstance(value, Tensor) and key == "lr":
+            if value.numel() != 1:
+                raise ValueError(
+                    f"{key} must be a number or a tensor of one element, got shape {value.shape}"
+                )
+        elif not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"{key} must be a number >= 0, got {value!r}")
+
+
+def named_params(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the group with that index, with their names or numbers."""
+    names = group.get("param_names") or [f"group{index}.param{i}" for i in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
