@@ -610,3 +610,54 @@ def test_gamma_may_be_scheduled(make):
     optimizer.param_groups[0].update(gamma=math.inf, max_age=None)
     run(optimizer, params, range(5, 8))
     assert optimizer.cache_stats()["hits"] == hits + 6
+
+
+@both_optimizers
+def test_a_parameter_given_twice_is_refused(make):
+    w = parameter((4, 6))
+    for params in ([w, w], [("a", w), ("b", w)], (p for p in (w, w))):
+        with pytest.raises(ValueError, match=r"params must have each parameter once, got .* \(4, 6\) twice"):
+            make(params)
+
+
+@both_optimizers
+def test_maximize_is_refused_where_it_would_not_be_done(make):
+    with pytest.raises(ValueError, match="maximize must be left out or False, got True"):
+        make([{"params": [parameter((4, 6))], "maximize": True}])
+
+
+@pytest.mark.parametrize("way", ["backend", "all backends", "old"])
+@both_optimizers
+def test_a_step_is_in_float32_whatever_is_allowed_outside(make, way):
+    class Watched(GramNS):
+        def solve(self, X, workspace):
+            seen.append([m.fp32_precision for m in matmuls])
+            return super().solve(X, workspace)
+
+        def solve_with_transform(self, X, workspace):
+            seen.append([m.fp32_precision for m in matmuls])
+            return super().solve_with_transform(X, workspace)
+
+    seen, matmuls = [], (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    w = parameter((4, 6))
+    optimizer = make([w], solver=Watched())
+    before = torch.backends.fp32_precision
+    try:
+        if way == "backend":
+            for matmul in matmuls:
+                matmul.fp32_precision = "tf32"
+        elif way == "old":
+            torch.set_float32_matmul_precision("high")
+        else:
+            torch.backends.fp32_precision = "tf32"
+        run(optimizer, [w], range(2))
+        assert seen and all(precision == ["ieee"] * 2 for precision in seen)
+        assert [matmul.fp32_precision for matmul in matmuls] == ["tf32"] * 2
+        if way == "all backends":
+            torch.backends.fp32_precision = "ieee"
+            assert [matmul.fp32_precision for matmul in matmuls] == ["ieee"] * 2  # still inherited
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = before
+        for matmul in matmuls:
+            matmul.fp32_precision = "none"

@@ -346,3 +346,29 @@ def test_a_stack_and_a_group_added_later_are_saved_too():
     run(optimizer, [stack, late], range(5, 8))
     run(resumed, copies, range(5, 8))
     assert_same(optimizer, resumed)
+
+
+@pytest.mark.parametrize(
+    ("entry", "spoiled"),
+    [
+        ("counters", lambda saved: saved[:, :-1]),
+        ("residuals", lambda saved: saved[:, :1]),
+        ("transform", lambda saved: saved[:-1]),
+        ("momentum_buffer", lambda saved: saved[:, :-1]),
+    ],
+)
+def test_a_load_that_is_refused_changes_nothing(entry, spoiled):
+    params = [parameter((6, 10), i, torch.bfloat16) for i in range(2)]
+    optimizer = unclipped(params, lr=0.1)
+    run(optimizer, params, range(3))
+    before = snapshot(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.7
+    saved["state"][1][entry] = spoiled(saved["state"][1][entry])
+    with pytest.raises(ValueError, match=f"group0.param1: {entry} must have shape"):
+        optimizer.load_state_dict(saved)
+    assert_same(before, optimizer)
+    twin = copy.deepcopy(optimizer)  # and it goes on as if nothing had been tried
+    run(optimizer, params, range(3, 6))
+    run(twin, twin.param_groups[0]["params"], range(3, 6))
+    assert_same(optimizer, twin)

@@ -140,3 +140,33 @@ def test_bad_settings_are_named(settings, words):
         CacheGNS(**settings)
     with pytest.raises(ValueError, match=words):
         CacheMuon([torch.nn.Parameter(torch.eye(2))], **settings)
+
+
+def test_the_defaults_are_what_the_study_found_and_each_of_them_acts():
+    g = torch.Generator().manual_seed(0)
+    W = torch.nn.Parameter(torch.zeros(64, 96))
+    optimizer = CacheMuon([W], lr=1.0, weight_decay=0.0, guard=False)
+    group = optimizer.param_groups[0]
+    assert (group["gamma"], group["max_age"], group["clip"]) == (20.0, 6, 1 / 16)
+    base, seen, lengths = torch.randn(64, 96, generator=g), [], []
+    for step in range(60):
+        # A slow drift, and at some steps another matrix altogether.
+        drift = base + 0.1 * torch.randn(64, 96, generator=g)
+        new = (
+            torch.randn(64, 96, generator=g)
+            * torch.logspace(0, -4, 64)[torch.randperm(64, generator=g)][:, None]
+        )
+        W.grad = 1e4 * new if step % 20 == 19 else drift
+        before = W.detach().clone()
+        optimizer.step()
+        (event,) = optimizer.events().values()
+        seen.append(event)
+        if event.hit:
+            lengths.append(torch.linalg.matrix_norm(W.detach() - before, 2).item())
+    assert all(event.residual <= 20 for event in seen if event.hit)
+    refused = [event for event in seen if event.outcome == "residual"]
+    assert refused and all(event.residual > 20 for event in refused)
+    ages = [event.age for event in seen]
+    assert max(ages) == 6 and sum(event.outcome == "stale" for event in seen) >= 4
+    # Not clipped, they are up to 12.6 long, which is what a residual of 20 allows.
+    assert max(lengths) < 8
