@@ -23,6 +23,12 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
         found["solvers"] = _solvers(results["solvers"])
     for number, (title, rows) in enumerate(results.get("steps", {}).get("workloads", {}).items()):
         found[f"steps{number + 1}"] = _steps(title, rows)
+    if "even" in results:
+        found["even"] = _even(results["even"])
+    if "host" in results:
+        found["host"] = _host(results["host"])
+    if "ceilings" in results:
+        found["ceilings"] = _ceilings(results["ceilings"])
     if "worst" in results:
         found["worst"] = _worst(results["worst"])
     if "share" in results:
@@ -81,10 +87,12 @@ def _ratio(values: Sequence[float]) -> str:
 def _solvers(part: dict[str, Any]) -> tuple[str, Cells]:
     columns = [
         ("hit / Q @ X", "to product", "hit"),
-        ("exact hit / Q @ X", "to product", "hit, exact probe"),
-        ("clipped hit / Q @ X", "to product", "hit, clipped"),
+        ("hit, clip 1/16", "to product", "hit, clip 1/16"),
+        ("hit, clip 1/8", "to product", "hit, clip 1/8"),
+        ("hit, exact probe", "to product", "hit, exact probe"),
         ("miss / GramNS", "to GramNS", "miss"),
         ("clipped miss / GramNS", "to GramNS", "miss, clipped"),
+        ("GramNS / full products", "to full products", "GramNS, kept memory"),
         ("GramNS / plain loop", "to plain loop", "GramNS"),
         ("default / GramNS", "to GramNS", "polar (default)"),
         ("StandardNS / GramNS", "to GramNS", "StandardNS"),
@@ -122,8 +130,53 @@ def _steps(title: str, rows: list[dict[str, Any]]) -> tuple[str, Cells]:
     return f"One step of {title}", cells
 
 
+def _even(part: dict[str, Any]) -> tuple[str, Cells]:
+    cells = [
+        [
+            "optimizer",
+            "steps",
+            "largest / median",
+            "smallest / median",
+            "median, ms",
+            "mean / GramMuon's",
+            "hits",
+        ]
+    ]
+    for row in part["rows"]:
+        cells.append(
+            [
+                row["name"],
+                str(row["steps"]),
+                f"{row['largest']:.2f}",
+                f"{row['smallest']:.2f}",
+                f"{row['median milliseconds']:.0f}",
+                f"{row['mean to GramMuon']:.2f}",
+                "" if row["hits"] is None else f"{row['hits']:.0%}",
+            ]
+        )
+    return "Twelve blocks of GPT-2 Small, steps after the first", cells
+
+
+def _host(part: dict[str, Any]) -> tuple[str, Cells]:
+    cells = [["matrices", "optimizer", "ms", "step / that of", "median of sevens (quartiles)"]]
+    for row in part["rows"]:
+        cells.append(
+            [row["case"], row["name"], f"{row['milliseconds']:.2f}", row["base"], _ratio(row["ratio"])]
+        )
+    return "The host's part", cells
+
+
+def _ceilings(part: dict[str, Any]) -> tuple[str, Cells]:
+    sizes = [f"{size / 2**20:.0f} MiB" if size > 1 else "one by one" for size in part["sizes"]]
+    cells = [["blocks x width", "optimizer, ms", *sizes]]
+    for row in part["rows"]:
+        for name in ("CacheMuon", "GramMuon"):
+            cells.append([f"{row['layers']} x {row['width']}", name, *(f"{took:.1f}" for took in row[name])])
+    return "A step under a ceiling on working memory", cells
+
+
 def _worst(part: dict[str, Any]) -> tuple[str, Cells]:
-    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "tried", "resting"]]
+    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "tried", "rested"]]
     for row in part["rows"]:
         outcomes = row["outcomes"]
         cells.append(

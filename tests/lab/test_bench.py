@@ -8,11 +8,13 @@ from typer.testing import CliRunner
 from unclipped import unclipped
 
 from cachemuon import GramNS, exact_residual, normalize
+from cachemuon.workspace import Workspace
 from cachemuon_lab import peers
-from cachemuon_lab.bench import PARTS, gamma_for, new_basis, plain_gram_loop, run, smooth_gradients
+from cachemuon_lab.bench import PARTS, run
 from cachemuon_lab.cli import app
 from cachemuon_lab.performance import draw, renewed, tables, to_markdown, to_page
 from cachemuon_lab.timing import Drive, race, ratios
+from cachemuon_lab.workloads import full_gram_loop, gamma_for, new_basis, plain_gram_loop, smooth_gradients
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:  # a peer that is installed may compile for a minute
         patch.setattr(
-            "cachemuon_lab.bench.installed",
+            "cachemuon_lab.stepping.installed",
             lambda: {"torch.optim.Muon": peers.installed()["torch.optim.Muon"]},
         )
         return run(out, PARTS, rounds=2, quick=True, tell=lambda text: None), out
@@ -29,7 +31,8 @@ def results(tmp_path_factory):
 def test_every_part_becomes_a_table_and_a_picture(results):
     found, out = results
     made = tables(found)
-    assert set(made) == {"solvers", "steps1", "steps2", "worst", "share", "size", "number"}
+    parts = {"solvers", "steps1", "steps2", "even", "host", "ceilings", "worst", "share", "size", "number"}
+    assert set(made) == parts
     for title, cells in made.values():
         assert title and len(cells) >= 2 and len({len(row) for row in cells}) == 1
     assert to_page(found).count("|---|") == len(made)
@@ -41,7 +44,7 @@ def test_every_part_becomes_a_table_and_a_picture(results):
 def test_it_goes_on_where_it_was_interrupted(results, monkeypatch):
     found, out = results
     assert json.loads((out / "bench.json").read_text()) == json.loads(json.dumps(found))
-    monkeypatch.setattr("cachemuon_lab.bench.solvers", lambda *arguments: pytest.fail("measured again"))
+    monkeypatch.setitem(PARTS, "solvers", lambda *arguments: pytest.fail("measured again"))
     assert run(out, ["solvers"], rounds=2, quick=True, tell=print)["solvers"] == found["solvers"]
 
 
@@ -89,6 +92,7 @@ def test_the_contenders_take_turns():
 def test_the_plain_loop_is_gram_newton_schulz():
     M = torch.randn(24, 60, generator=torch.Generator().manual_seed(0))
     assert torch.dist(plain_gram_loop(M), GramNS()(M)) < 1e-3
+    assert torch.dist(full_gram_loop(normalize(M).unsqueeze(0), Workspace())[0], GramNS()(M)) < 1e-3
 
 
 def test_the_gradients_hit_as_often_as_asked():
@@ -121,4 +125,4 @@ def test_the_page_has_the_tables_of_its_results():
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "performance.md").read_text()
     assert renewed(page, tables(json.loads((docs / "performance.json").read_text()))) == page
-    assert page.count("<!-- table ") == 7
+    assert page.count("<!-- table ") == 10
