@@ -53,6 +53,7 @@ BASE = OptimizerConfig("gram", momentum=0.95, adam_lr=2e-3)
 METHODS = (
     replace(BASE, kind="polar"),
     BASE,
+    replace(BASE, nesterov=True),
     replace(BASE, kind="jordan"),
     replace(BASE, kind="stale"),
     replace(BASE, kind="adamw"),
@@ -301,6 +302,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                         yerr=[[middle - min(losses)], [max(losses) - middle]],
                         color=drawing.colour(OptimizerConfig(row["kind"], gamma=row["gamma"])),
                         marker=drawing.MARKERS[row["kind"]],
+                        fillstyle="none" if "nesterov" in row["label"] else "full",
                         capsize=2,
                         ls="",
                         label=row["label"],

@@ -3,7 +3,7 @@
     python benchmarks/prices.py
 
 Times whole steps in which every matrix hits, misses, or is solved fresh, for shapes from 32 x 288 to
-512 x 512 alone and in groups of 4 and 16, and fits `guard.Machine` to them by least squares of relative
+512 x 512 alone and in groups of 4, 16 and 64, and fits `guard.Machine` to them by least squares of relative
 errors. On a machine with CUDA it measures CUDA. The results stand in `guard.MACHINES`. Nothing else should
 run meanwhile.
 """
@@ -22,10 +22,11 @@ from cachemuon.flops import executed_by
 from cachemuon_lab.timing import Drive, race
 
 SHAPES = ((32, 288), (64, 64), (64, 576), (128, 128), (128, 512), (256, 256), (256, 1024), (512, 512))
-NUMBERS = (1, 4, 16)
+NUMBERS = (1, 4, 16, 64)
+LARGEST = 2**22  # elements, of all matrices together
 CLIPS = (0.0, 1 / 16, 1 / 8)
 ROUNDS = 11
-COLUMNS = ("FLOPs", "thin FLOPs", "elements", "every step", "solve", "probe", "clip")
+COLUMNS = ("FLOPs", "thin FLOPs", "elements", "matrix", "cached", "every step", "solve", "probe", "clip")
 
 
 def timed(n: int, m: int, number: int, device: str) -> dict[str, float]:
@@ -51,8 +52,9 @@ def parts(n: int, m: int, number: int, name: str, dtype: torch.dtype) -> list[fl
     vectors = (2 if rank else 4) * cost.vectors * n * m
     flops = {"fresh": cost.baseline, "hit": cost.hit, "miss": cost.miss}[kind]
     thin = {"fresh": 0, "hit": vectors, "miss": vectors + cost.recheck}[kind]
-    calls = [1, kind != "hit", kind != "fresh", kind != "fresh" and rank > 0]
-    return [flops, thin, n * m, *(call / number for call in calls)]
+    cached = kind != "fresh"
+    shared = [1, kind != "hit", cached, cached and rank > 0]
+    return [flops, thin, n * m, 1, cached, *(calls / number for calls in shared)]
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def main() -> None:
     dtype = torch.float16 if device == "cuda" else torch.float32
     rows, seconds, names = [], [], []
     for n, m in SHAPES:
-        for number in NUMBERS:
+        for number in (number for number in NUMBERS if number * n * m <= LARGEST):
             for name, took in timed(n, m, number, device).items():
                 rows.append(parts(n, m, number, name, dtype))
                 seconds.append(took)

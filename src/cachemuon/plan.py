@@ -50,7 +50,8 @@ class Policy:
         guard = None
         if group["guard"]:
             lagged = group["gate"] == "lagged"
-            guard = Guard.of(cost, batch=batch, device=param.device.type, lagged=lagged)
+            limits = {"max_age": group["max_age"], "batch": batch, "lagged": lagged}
+            guard = Guard.of(cost, device=param.device.type, **limits)
         left = 0 if group["gate"] == "lagged" else n * m if cache.probe == "exact" else 2 * n * rank
         return cls(cache, guard, cost.cold, hit_room, solve_bytes(n, m, size), left * size)
 

@@ -71,6 +71,7 @@ class OptimizerConfig:
     kind: Literal["polar", "gram", "paper", "cache", "jordan", "adamw", "stale"]
     lr: float = 1e-3
     momentum: float = 0.95
+    nesterov: bool = False
     weight_decay: float = 1e-4
     gamma: float = 20.0
     vectors: int = 8
@@ -105,11 +106,12 @@ class OptimizerConfig:
         return " ".join([LABELS[self.kind], ", ".join(told)]).strip()
 
     def _telling(self) -> list[str]:
-        """The settings that the name has: of CacheMuon those that are not its defaults."""
-        if self.kind == "paper":
-            return ["gamma"]
+        """The settings that the name has: the paper's gamma, and those that are not the defaults."""
         own = {"cache": CACHE_SETTINGS, "stale": ("period",)}.get(self.kind, ())
-        return [name for name in own if getattr(self, name) != getattr(OptimizerConfig, name)]
+        if self.kind != "adamw":
+            own = ("nesterov", *own)
+        told = [name for name in own if getattr(self, name) != getattr(OptimizerConfig, name)]
+        return ["gamma", *told] if self.kind == "paper" else told
 
     @property
     def slug(self) -> str:

@@ -60,6 +60,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     muon: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.momentum,
+        "nesterov": config.nesterov,
         "weight_decay": config.weight_decay,
     }
     if config.kind == "paper":

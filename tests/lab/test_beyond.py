@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cachemuon import CacheGNS, GramNS
+from cachemuon.flops import executed_by, gpt2_shapes
 from cachemuon_lab.config import OptimizerConfig
 from cachemuon_lab.performance import renewed
 from cachemuon_lab.record import Run
@@ -77,3 +80,17 @@ def test_what_the_page_promises_was_measured(beyond):
         assert ours["flops"] <= 0.45 * gram["flops"]
     ours = next(row for row in results["text"]["methods"] if row["kind"] == "cache")
     assert beyond.share_at_gpt2_small(ours) <= 0.35
+
+
+def test_the_budget_of_each_age():
+    page = (ROOT / "docs" / "beyond-the-paper.md").read_text()
+    heads, *rows = re.findall(r"^\| (max_age|width \d+) \| (.*) \|$", page, re.M)[:4]
+    ages = [int(age) for age in heads[1].split(" | ")]
+    for name, told in rows:
+        shapes = gpt2_shapes(1, int(name.split()[1]))
+        costs = [
+            executed_by(GramNS(), *shape, rank=CacheGNS(clip=1 / 16).rank(min(shape))) for shape in shapes
+        ]
+        fresh = sum(cost.gram for cost in costs)
+        shares = [sum((cost.cold + age * cost.hit) / (age + 1) for cost in costs) / fresh for age in ages]
+        assert told.split(" | ") == [f"{share:.0%}" for share in shares]

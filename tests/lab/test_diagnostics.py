@@ -43,7 +43,7 @@ def same_bits(one, other):
     ("diagnostics", "optimizer"),
     [
         ("gate", OptimizerConfig("paper", gamma=1.5, lr=0.01)),
-        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.0)),
+        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.0, guard=False)),
         ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.25, guard=False)),
         ("age", OptimizerConfig("gram", lr=0.01)),
     ],

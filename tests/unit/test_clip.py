@@ -168,5 +168,5 @@ def test_the_defaults_are_what_the_study_found_and_each_of_them_acts():
     assert refused and all(event.residual > 20 for event in refused)
     ages = [event.age for event in seen]
     assert max(ages) == 6 and sum(event.outcome == "stale" for event in seen) >= 4
-    # Not clipped, they are up to 12.6 long, which is what a residual of 20 allows.
+    # A residual of 20 allows 12.7.
     assert max(lengths) < 8

@@ -115,7 +115,7 @@ def stepped(optimizer, params):
 MAKES = {
     "Muon": (Muon, 0),
     "Muon-nesterov": (partial(Muon, nesterov=True, weight_decay=0.1), 0),
-    "defaults": (CacheMuon, 1),  # some rest, some do not
+    "resting": (partial(CacheMuon, clip=1.0), 0),  # five microseconds for a launch: it cannot pay
     "sync": (partial(CacheMuon, guard=False), 1),
     "sync-misses": (partial(CacheMuon, guard=False, gamma=0.0), 1),
     "sync-nesterov": (partial(CacheMuon, guard=False, nesterov=True, weight_decay=0.1), 1),

@@ -136,7 +136,7 @@ def test_no_cut_is_longer_than_one_whatever_the_estimate_was():
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_non_finite_gradient_changes_nothing_but_its_count(value, at, nesterov):
     settings = {"hit": {}, "cold": {}, "residual": {"gamma": 0.0}, "resting": {"gamma": 0.0, "guard": True}}
-    steps = {"cold": 0, "resting": 12}.get(at, 4)
+    steps = {"cold": 0, "resting": 20}.get(at, 4)
     W, optimizer = started(steps=steps, weight_decay=0.5, nesterov=nesterov, **settings[at])
     if steps:
         assert event(optimizer).outcome == at
