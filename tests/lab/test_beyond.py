@@ -79,7 +79,7 @@ def test_what_the_page_promises_was_measured(beyond):
         assert apart.mean() <= 0.004 and apart.max() <= 0.01
         assert ours["flops"] <= 0.45 * gram["flops"]
     ours = next(row for row in results["text"]["methods"] if row["kind"] == "cache")
-    assert beyond.share_at_gpt2_small(ours) <= 0.35
+    assert beyond.share_at_gpt2_small(ours) <= 0.37  # of a GramMuon that computes symmetric products by half
 
 
 def test_the_budget_of_each_age():
