@@ -269,7 +269,7 @@ class MatrixOptimizer(Optimizer):
 
         `calls`, `hits`, `misses`, `hit_rate`; `flops`: matrix products executed; `flops_paper`: the
         same outcomes by the paper's cost model. For each matrix also the misses by reason, the last
-        `residual`, the `refresh_residual`, the `age` and the `last` outcome. Reads from the device.
+        `residual`, the `refresh_residual`, the `age` and the `last` outcome. Waits for the last step.
         """
         matrices: dict[str, dict[str, Any]] = {}
         totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_paper": 0}
@@ -284,7 +284,7 @@ class MatrixOptimizer(Optimizer):
         return {**totals, "hit_rate": hit_rate, "matrices": matrices}
 
     def events(self) -> dict[str, Event]:
-        """The last decision of the gate about each matrix, by name. Reads from the device."""
+        """The last decision of the gate about each matrix, by name. Waits for the last step."""
         return {
             name: Event.of(counters, *residuals[:2])
             for name, _, _, counters, residuals in self._records()

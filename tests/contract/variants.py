@@ -28,7 +28,6 @@ VARIANTS = {
     "cache-paper": partial(CacheMuon.paper, gamma=2.0),
     "cache-nesterov": partial(unclipped, nesterov=True),
     "cache-original": partial(unclipped, adjust_lr_fn="original", gamma=2.0),
-    "cache-guarded": partial(unclipped, guard=True),
     "cache-lagged": partial(unclipped, gate="lagged"),
     "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, guard=False),
     "cache-clip-lagged": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, gate="lagged", guard=False),
@@ -42,10 +41,8 @@ def _over(names):
 
 every_variant = _over(VARIANTS)
 fresh_variants = _over(name for name in VARIANTS if name.startswith("muon"))
-# With a guard small matrices are cached for a few steps at most; all others hit.
-cache_variants = _over(
-    name for name in VARIANTS if name.startswith("cache") and name not in ("cache-defaults", "cache-guarded")
-)
+# By default small matrices are not cached; all others hit.
+cache_variants = _over(name for name in VARIANTS if name.startswith("cache") and name != "cache-defaults")
 both_optimizers = _over(["muon", "cache"])
 
 
@@ -54,7 +51,7 @@ def gates(optimizer):
 
 
 def caches(optimizer):
-    """Whether it caches matrices as small as here: they don't pay, and a guard lets them rest."""
+    """Whether it caches matrices as small as here: clipped, they don't pay, and a guard lets them rest."""
     return gates(optimizer) and not optimizer.param_groups[0]["guard"]
 
 
