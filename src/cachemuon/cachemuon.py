@@ -11,11 +11,11 @@ from torch.optim.optimizer import ParamsT
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
 from .engine import CachedStep, Decision, Unread, blocks_for
-from .flops import executed_by, paper_cost, price
+from .flops import paper_cost, price
 from .fresh import send
 from .host import Claim
 from .matrices import Matrix
-from .plan import Plan, cache_of, wide_shape
+from .plan import Plan, cache_of, cost_of, wide_shape
 from .polar import GramNS
 from .settings import shorthand
 
@@ -158,11 +158,7 @@ class CacheMuon(MatrixOptimizer):
         self._kept.send(claims, [part.finite for part in unread], residuals)
 
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
-        solver, (n, m) = group["solver"], wide_shape(group, param)
-        rank = cache_of(group).rank(n)
-        sketch = {"probe": group["probe"], "vectors": group["vectors"], "rank": rank}
-        executed = executed_by(solver, n, m, solver.precision(param), **sketch)
-        paper = price(paper_cost(solver, n, m), outcomes)
+        paper = price(paper_cost(group["solver"], *wide_shape(group, param)), outcomes)
         if group["gate"] == "lagged":  # solves without a probe
             outcomes = {**outcomes, "residual": 0, "cold": outcomes["cold"] + outcomes["residual"]}
-        return price(executed, outcomes), paper
+        return price(cost_of(group, param), outcomes), paper

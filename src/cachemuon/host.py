@@ -113,6 +113,26 @@ class Ledger:
             self.learn(tensor, tensor._version, part)
 
 
+class Edits:
+    """Rows that are changed one by one, and written into their tensors together."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._changed: dict[int, tuple[Tensor, list[list[Any]]]] = {}
+
+    def rows(self, tensor: Tensor) -> list[list[Any]]:
+        """The rows of a tensor, to be changed."""
+        if id(tensor) not in self._changed:
+            self._changed[id(tensor)] = tensor, [list(row) for row in self._ledger.rows(tensor)]
+        return self._changed[id(tensor)][1]
+
+    def post(self) -> None:
+        """Write what was changed."""
+        if self._changed:
+            tensors, rows = zip(*self._changed.values(), strict=True)
+            self._ledger.post(list(tensors), list(rows))
+
+
 @dataclass(slots=True, eq=False)
 class Claim:
     """That a matrix took a step, its counters going from `before` to `after`, unless its gradient was not
@@ -157,22 +177,16 @@ class Kept:
             values = iter(readback.wait())
             finites = [bool(next(values)) for _ in claims]
             held = held and all(finites)
+            counters, residuals = Edits(self.counters), Edits(self.residuals)
             for claim, finite in zip(claims, finites, strict=True):
-                if claim.columns:
-                    residual = next(values)
-                    if finite:
-                        changed = {column: residual for column in claim.columns}
-                        self._rewrite(self.residuals, claim, "residuals", changed)
+                residual = next(values) if claim.columns else None
+                if finite and residual is not None:
+                    row = residuals.rows(claim.state["residuals"])[claim.index]
+                    for column in claim.columns:
+                        row[column] = residual
                 if not finite:
-                    now = self.counters.rows(claim.state["counters"])[claim.index]
-                    right = skipped(now, claim.before, claim.after)
-                    self._rewrite(self.counters, claim, "counters", dict(enumerate(right)))
+                    rows = counters.rows(claim.state["counters"])
+                    rows[claim.index] = skipped(rows[claim.index], claim.before, claim.after)
+            counters.post()
+            residuals.post()
         return held
-
-    @staticmethod
-    def _rewrite(ledger: Ledger, claim: Claim, entry: str, changed: dict[int, Any]) -> None:
-        tensor = claim.state[entry]
-        rows = [list(row) for row in ledger.rows(tensor)]
-        for column, value in changed.items():
-            rows[claim.index][column] = value
-        ledger.post([tensor], [rows])

@@ -99,7 +99,5 @@ class Muon(MatrixOptimizer):
             return calls * executed.gram, calls * paper_cost(solver, n, m).gram
         if isinstance(solver, StandardNS):
             executed = Executed(n, m, solver.schedule.steps, pieces=panels(n, dtype))
-            return outcomes["fresh"] * executed.standard, outcomes["fresh"] * paper_cost(
-                solver, n, m
-            ).standard
+            return calls * executed.standard, calls * paper_cost(solver, n, m).standard
         return 0, 0  # a solver of the user's own, or the SVD: not counted

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .cache import CacheGNS
-from .flops import executed_by
+from .flops import Executed, executed_by
 from .groups import matrix_shape
 from .guard import Guard
 from .polar import computed_in
@@ -25,6 +24,13 @@ SETTINGS = ("solver", "probe", "vectors", "clip", "gate", "guard", "max_age", "v
 def cache_of(group: dict[str, Any]) -> CacheGNS:
     """The solver with the settings of a parameter group of CacheMuon."""
     return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"])
+
+
+def cost_of(group: dict[str, Any], param: Tensor) -> Executed:
+    """What each outcome of one of a parameter's matrices costs, as executed."""
+    n, m = wide_shape(group, param)
+    solver, sketch = group["solver"], {"probe": group["probe"], "vectors": group["vectors"]}
+    return executed_by(solver, n, m, solver.precision(param), rank=cache_of(group).rank(n), **sketch)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,17 +48,14 @@ class Policy:
     def of(cls, group: dict[str, Any], param: Tensor, batch: int) -> Policy:
         """For the matrices of a parameter, of whose kind there are `batch`."""
         n, m = wide_shape(group, param)
-        cache, solver, dtype = cache_of(group), group["solver"], computed_in(param.dtype)
-        rank, columns, size = cache.rank(n), cache.columns(n), dtype.itemsize
-        sketch = {"probe": group["probe"], "vectors": group["vectors"], "rank": rank}
-        cost = executed_by(solver, n, m, solver.precision(param), **sketch)
-        hit_room = hit_bytes(n, m, columns, size)
+        cache, cost, size = cache_of(group), cost_of(group, param), computed_in(param.dtype).itemsize
+        hit_room = hit_bytes(n, m, cache.columns(n), size)
         guard = None
         if group["guard"]:
             lagged = group["gate"] == "lagged"
             limits = {"max_age": group["max_age"], "batch": batch, "lagged": lagged}
             guard = Guard.of(cost, device=param.device.type, **limits)
-        left = 0 if group["gate"] == "lagged" else n * m if cache.probe == "exact" else 2 * n * rank
+        left = 0 if group["gate"] == "lagged" else n * m if cache.probe == "exact" else 2 * n * cost.rank
         return cls(cache, guard, cost.cold, hit_room, solve_bytes(n, m, size), left * size)
 
     @property
@@ -104,9 +107,8 @@ class Plan:
                     entries = due.setdefault(group["max_age"], [])
                     entries += [(policy.cold, early, i) for i in range(number)]
         for max_age, entries in due.items():
-            for (_, early, i), step in zip(
-                entries, spread([e[0] for e in entries], max_age + 1), strict=True
-            ):
+            steps = spread([flops for flops, _, _ in entries], max_age + 1)
+            for (_, early, i), step in zip(entries, steps, strict=True):
                 early[i] = step
 
     def of(self, param: Tensor) -> tuple[Policy, list[int]]:
@@ -128,5 +130,5 @@ def _key(groups: list[dict[str, Any]]) -> list[Any]:
 
 def wide_shape(group: dict[str, Any], param: Tensor) -> tuple[int, int]:
     """`(n, m)` of a parameter's matrices, wide."""
-    _, rows, cols = matrix_shape(torch.Size(param.shape), group["view"])
+    _, rows, cols = matrix_shape(param.shape, group["view"])
     return min(rows, cols), max(rows, cols)
