@@ -257,7 +257,7 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
         last = k == len(triples) - 1
         if not last:
             symmetric(P, R, T)
-            # An R that is symmetric but for its corners has eight times the error (docs/restarts.md).
+            # An R that is symmetric but for its corners makes the error grow (docs/log.md).
             symmetric(T, P, R, corners=True)
         if k == 0:
             P, Q = Q, P  # before it Q is the identity, and never multiplied with
