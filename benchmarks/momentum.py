@@ -97,7 +97,8 @@ def _train(
     model: GPT, wanted: set[int], batch: int, context: int, lr: float, losses: list[float] | None
 ) -> dict[int, dict[str, Tensor]]:
     data, window = corpus(), torch.arange(context + 1)
-    opt = Muon(param_groups(model, adam={"lr": 2e-3}), lr=lr)
+    groups = param_groups(model, adam={"lr": 2e-3})
+    opt = Muon(groups, lr=lr, nesterov=False, weight_decay=1e-4, adjust_lr_fn="none")
     modules = model.blocks.named_modules(prefix="blocks")
     matrices = {name: module.weight for name, module in modules if isinstance(module, nn.Linear)}
     recorded = {}

@@ -23,7 +23,8 @@ def train(nesterov: bool, settings: dict[str, Any]) -> tuple[float, list[float],
     torch.manual_seed(0)
     model, data = GPT(WIDTH, DEPTH, CONTEXT), corpus()
     groups = param_groups(model, adam={"lr": 2e-3})
-    optimizer = CacheMuon(groups, lr=0.02, nesterov=nesterov, **settings)
+    shared = {"lr": 0.02, "weight_decay": 1e-4, "adjust_lr_fn": "none", "nesterov": nesterov}
+    optimizer = CacheMuon(groups, **shared, **settings)
     residuals, losses = [], []
     for _ in range(STEPS):
         windows = data[torch.randint(len(data) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT + 1)].long()

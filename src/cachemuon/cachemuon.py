@@ -56,13 +56,13 @@ class CacheMuon(MatrixOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        weight_decay: float = 1e-4,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = False,
+        nesterov: bool = True,
         ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
         eps: float | None = None,
         ns_steps: int | None = None,
-        adjust_lr_fn: str | None = "none",
+        adjust_lr_fn: str | None = None,
         *,
         gamma: float = 20.0,
         probe: str = "sketch",
@@ -101,11 +101,13 @@ class CacheMuon(MatrixOptimizer):
     def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
         """The paper's algorithm, A.4 and A.5, and nothing else: exact probe, no clip, age limit or guard.
 
-        `settings` are those of Muon (momentum, weight_decay, ...); a `gamma` of 0 makes it GramMuon.
+        `settings` are those of Muon, with the paper's defaults: an average without Nesterov's step, a
+        `weight_decay` of 1e-4, an `adjust_lr_fn` of "none". A `gamma` of 0 makes it GramMuon.
         """
         added = {"probe", "vectors", "max_age", "clip", "seed", "gate", "guard"}
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
+        settings = {"weight_decay": 1e-4, "nesterov": False, "adjust_lr_fn": "none", **settings}
         return cls(params, lr=lr, gamma=gamma, probe="exact", max_age=None, clip=0.0, guard=False, **settings)
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -23,11 +23,12 @@ from .stats import count
 class Muon(MatrixOptimizer):
     """Muon with any solver, and Adam for the parameters that are not matrices.
 
-    For a matrix W with gradient G: `M <- momentum M + (1 - momentum) G`, `D = solver(M)`,
-    `W <- (1 - lr weight_decay) W - lr ratio D`. The ratio is 1 unless `adjust_lr_fn` is given.
-    `Muon(solver=GramNS())` is the paper's GramMuon, `Muon(solver=StandardNS(POLAR_EXPRESS))` its
-    PolarExpMuon; the default solver is the cheaper of the two for each shape. docs/optimizers.md has
-    every setting and the call that equals torch.optim.Muon.
+    For a matrix W with gradient G: `M <- momentum M + (1 - momentum) G`, `U = momentum M + (1 - momentum) G`
+    (without `nesterov`: M), `D = solver(U)`, `W <- (1 - lr weight_decay) W - lr ratio D`; the ratio is
+    `sqrt(max(1, rows / cols))` unless `adjust_lr_fn` says otherwise. Settings and defaults are those of
+    torch.optim.Muon, but for the solver: `solver=GramNS()` is the paper's GramMuon,
+    `solver=StandardNS(POLAR_EXPRESS)` its PolarExpMuon, the default the cheaper of the two for each shape,
+    `solver=StandardNS(QUINTIC)` is torch's. docs/optimizers.md has every setting.
 
     >>> import torch
     >>> from cachemuon import ExactPolar
@@ -43,13 +44,13 @@ class Muon(MatrixOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        weight_decay: float = 1e-4,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = False,
+        nesterov: bool = True,
         ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
         eps: float | None = None,
         ns_steps: int | None = None,
-        adjust_lr_fn: str | None = "none",
+        adjust_lr_fn: str | None = None,
         *,
         solver: Solver | None = None,
         max_workspace_bytes: int | None = None,

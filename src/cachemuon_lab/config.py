@@ -73,6 +73,7 @@ class OptimizerConfig:
     momentum: float = 0.95
     nesterov: bool = False
     weight_decay: float = 1e-4
+    adjust_lr_fn: Literal["none", "original", "match_rms_adamw"] = "none"
     gamma: float = 20.0
     vectors: int = 8
     max_age: int | None = 6

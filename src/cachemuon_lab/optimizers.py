@@ -62,6 +62,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         "momentum": config.momentum,
         "nesterov": config.nesterov,
         "weight_decay": config.weight_decay,
+        "adjust_lr_fn": config.adjust_lr_fn,
     }
     if config.kind == "paper":
         return CacheMuon.paper(groups, gamma=config.gamma, **muon)

@@ -31,7 +31,7 @@ from contract.variants import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from unclipped import unclipped
+from unclipped import PAPERS, unclipped
 
 from cachemuon import GramNS, Muon, param_groups
 from cachemuon.workspace import solve_bytes
@@ -542,7 +542,7 @@ def test_tall_is_transposed_wide(make):
         make, torch.zeros_like(w), torch.zeros_like(w.T), lambda g: g.T.contiguous(), lr=0.1, weight_decay=0.0
     )
     # "original" is not symmetric: sqrt(max(1, rows / cols)).
-    original = optimizers[0].param_groups[0]["adjust_lr_fn"] == "original"
+    original = optimizers[0].param_groups[0]["adjust_lr_fn"] in (None, "original")
     close(tall / (math.sqrt(20 / 12) if original else 1), wide.T)
 
 
@@ -678,7 +678,7 @@ def test_singular_values_of_the_direction(name, rows, cols, seed, scale):
     optimizer = VARIANTS[name]([w], lr=1.0, weight_decay=0.0)
     group = optimizer.param_groups[0]
     n = min(rows, cols)
-    ratio = math.sqrt(max(1, rows / cols)) if group["adjust_lr_fn"] == "original" else 1.0
+    ratio = math.sqrt(max(1, rows / cols)) if group["adjust_lr_fn"] in (None, "original") else 1.0
     grid = scalar_map(group["solver"].schedule, torch.linspace(0, 1, 10_001, dtype=torch.float64))
     highest = float(grid.max())
     for step in range(4):
@@ -809,7 +809,7 @@ def test_the_two_ends_of_gamma(gamma):
 
 def test_gamma_zero_is_gram_muon():
     params = [[parameter((12, 20), i) for i in range(3)] for _ in range(2)]
-    cached, fresh = unclipped(params[0], gamma=0.0), Muon(params[1], solver=GramNS())
+    cached, fresh = unclipped(params[0], gamma=0.0), Muon(params[1], solver=GramNS(), **PAPERS)
     run(cached, params[0], range(5))
     run(fresh, params[1], range(5))
     exactly(params[0], params[1])

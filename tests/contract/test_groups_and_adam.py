@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from contract.variants import (
 )
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from unclipped import unclipped
+from unclipped import PAPERS, unclipped
 
 from cachemuon import (
     POLAR_EXPRESS,
@@ -65,7 +66,7 @@ OWN_CACHE_SETTINGS = [
 
 @pytest.mark.parametrize(
     ("make", "own"),
-    [(Muon, own) for own in [*OWN_SETTINGS, {"solver": ExactPolar()}]]
+    [(partial(Muon, **PAPERS), own) for own in [*OWN_SETTINGS, {"solver": ExactPolar()}]]
     + [(unclipped, own) for own in OWN_SETTINGS + OWN_CACHE_SETTINGS],
     ids=str,
 )

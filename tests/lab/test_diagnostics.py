@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from unclipped import unclipped
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
 from cachemuon_lab.checkpoint import load
@@ -62,8 +63,8 @@ def test_what_is_measured_is_the_clipped_direction():
     """The step itself tells: W before and after, without weight decay, differ by the direction."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(32, 48))
-    settings = {"gamma": 1e9, "max_age": None, "clip": 0.25, "guard": False}
-    optimizer = CacheMuon([weight], lr=1.0, momentum=0.5, weight_decay=0.0, **settings)
+    settings = {"gamma": 1e9, "clip": 0.25, "momentum": 0.5, "weight_decay": 0.0}
+    optimizer = unclipped([weight], lr=1.0, **settings)
     observer = GateObserver(optimizer)
     for step in range(1, 5):
         before, weight.grad = weight.detach().clone(), torch.randn(32, 48)
@@ -151,7 +152,7 @@ def test_ages_are_those_asked_for(config, tmp_path):
 def test_the_cosine_of_an_old_transform():
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(7, 4))
-    optimizer = Muon([parameter], solver=GramNS())
+    optimizer = Muon([parameter], solver=GramNS(), nesterov=False)
     observer = AgeObserver(optimizer, ages=(1, 3))
     momentum, transforms = torch.zeros(7, 4), []
     for step in range(1, 7):

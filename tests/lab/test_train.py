@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from unclipped import PAPERS
 
 from cachemuon import CacheMuon, GramNS, StandardNS, flops
 from cachemuon_lab import train as train_module
@@ -400,7 +401,7 @@ def test_the_head_goes_where_it_is_told():
 def test_stale_takes_its_previous_direction_again(shape):
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(shape))
-    optimizer = StaleMuon([parameter], lr=1.0, weight_decay=0.0, period=3)
+    optimizer = StaleMuon([parameter], period=3, **PAPERS | {"lr": 1.0, "weight_decay": 0.0})
     moves, momentum, expected = [], torch.zeros(shape), []
     for step in range(6):
         gradient = torch.randn(shape, generator=generator)

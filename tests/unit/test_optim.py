@@ -11,7 +11,7 @@ from recording import recorded_gradients
 from reference import paper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from unclipped import unclipped
+from unclipped import PAPERS, unclipped
 
 from cachemuon import GRAM, POLAR_EXPRESS, QUINTIC, CacheMuon, ExactPolar, GramNS, Muon, StandardNS
 from cachemuon.flops import OUTCOMES as PRICED
@@ -38,7 +38,7 @@ def test_gamma_zero_is_gram_muon_bit_for_bit():
     settings = dict(lr=0.02, momentum=0.9, weight_decay=0.01)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         cached, optimizer = replay(lambda p: CacheMuon.paper(p, gamma=0.0, **settings), dtype)
-        fresh, _ = replay(lambda p: Muon(p, solver=GramNS(), **settings), dtype)
+        fresh, _ = replay(lambda p: Muon(p, solver=GramNS(), **PAPERS | settings), dtype)
         for a, b in zip(cached, fresh, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in a)
         assert optimizer.cache_stats()["hits"] == 0
@@ -92,8 +92,9 @@ def test_the_sequence_of_decisions_is_the_papers_in_float32():
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_follows_its_formula(solver, nesterov):
     lr, beta, decay = 0.02, 0.9, 0.1
+    settings = dict(lr=lr, momentum=beta, weight_decay=decay, nesterov=nesterov, adjust_lr_fn="none")
     trace, _ = replay(
-        lambda p: Muon(p, lr=lr, momentum=beta, weight_decay=decay, nesterov=nesterov, solver=solver),
+        lambda p: Muon(p, solver=solver, **settings),
         torch.float64,
     )
     for name, (start, gradients) in recorded_gradients().items():
@@ -122,14 +123,34 @@ def test_it_follows_torchs_muon(adjust_lr_fn):
         assert torch.linalg.norm(same[-1][name] - torchs[-1][name]) < 0.03 * moved
 
 
+SWAPPED = {"Muon": Muon, "CacheMuon": partial(CacheMuon, gamma=0.0, guard=False)}
+
+
+@pytest.mark.parametrize("make", SWAPPED.values(), ids=SWAPPED)
+def test_a_swap_of_imports_follows_torchs_muon(make):
+    """The call is torch's own; the schedule of the solver is not."""
+    recording = recorded_gradients()
+    swapped, _ = replay(lambda p: make(p, lr=0.02))
+    torchs, _ = replay(lambda p: torch.optim.Muon(p, lr=0.02))
+    same, _ = replay(lambda p: Muon(p, lr=0.02, solver=StandardNS(QUINTIC)))
+    for name, (start, _) in recording.items():
+        moved = torch.linalg.norm(torchs[-1][name] - start)
+        # Torch's triple, repeated five times, leaves singular values between 0.7 and 1.2; the GRAM schedule
+        # brings them to 1. So the paths have lengths of 1.07 to 1.13, and end 13% to 17% apart.
+        assert 0.05 * moved < torch.linalg.norm(swapped[-1][name] - torchs[-1][name]) < 0.2 * moved
+        assert 1.0 < torch.linalg.norm(swapped[-1][name] - start) / moved < 1.2
+        # With torch's schedule nothing of that is left but bf16's rounding.
+        assert torch.linalg.norm(same[-1][name] - torchs[-1][name]) < 0.03 * moved
+
+
 def test_the_shorthands_are_torchs():
     coefficients, recording = (3.0, -4.0, 2.0), recorded_gradients()
     ours, optimizer = replay(
-        lambda p: Muon(p, ns_coefficients=coefficients, ns_steps=3, nesterov=True, adjust_lr_fn=None, lr=0.02)
+        lambda p: Muon(p, ns_coefficients=coefficients, ns_steps=3, lr=0.02)
     )
     torchs, _ = replay(
         lambda p: torch.optim.Muon(
-            p, ns_coefficients=coefficients, ns_steps=3, nesterov=True, weight_decay=1e-4, lr=0.02
+            p, ns_coefficients=coefficients, ns_steps=3, lr=0.02
         )
     )
     assert optimizer.param_groups[0]["solver"].schedule.triples == (coefficients,) * 3
@@ -300,7 +321,8 @@ def test_a_weight_and_its_transpose_are_trained_alike(make):
     generator = torch.Generator().manual_seed(0)
     start, base = (torch.randn(24, 40, generator=generator) for _ in range(2))
     wide, tall = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.mT.contiguous())
-    optimizers = [make([W], lr=0.1, momentum=0.8, weight_decay=0.1) for W in (wide, tall)]
+    settings = dict(lr=0.1, momentum=0.8, weight_decay=0.1, adjust_lr_fn="none")
+    optimizers = [make([W], **settings) for W in (wide, tall)]
     for _ in range(8):
         wide.grad = base + torch.randn(24, 40, generator=generator)
         tall.grad = wide.grad.mT.contiguous()
