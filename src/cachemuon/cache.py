@@ -27,6 +27,8 @@ from .workspace import Workspace
 
 PROBES = ("sketch", "exact")
 GATES = ("sync", "lagged")
+LEAST = 64
+"""Directions that are clipped at least. How many are long depends on the gradient more than on n."""
 
 
 def decide(
@@ -61,22 +63,24 @@ def probed(age: int, max_age: int | None) -> bool:
 @dataclass(frozen=True)
 class Candidate:
     """What a probe leaves for the hit, if there is one: nothing; or the direction itself, `formed (B, n, m)`;
-    or the factors `left (B, n, k)` and `right (B, k, n)` of its repair, `(Q + left right) U`.
+    or the factors `left (B, n, k)` and `right (B, k, n)` of its repair, `share (Q + left right) U`, and the
+    `share (B, 1, 1)` of its length that it keeps.
     """
 
     formed: Tensor | None = None
     left: Tensor | None = None
     right: Tensor | None = None
+    share: Tensor | None = None
 
     def __getitem__(self, rows: list[int] | slice) -> Candidate:
         """That of some matrices of the batch."""
-        parts = (self.formed, self.left, self.right)
+        parts = (self.formed, self.left, self.right, self.share)
         return Candidate(*(None if part is None else part[rows] for part in parts))
 
     @staticmethod
     def gathered(places: Sequence[tuple[Candidate, int]]) -> Candidate:
         """Those of single matrices, each a place in the candidate of a batch, as one."""
-        names = ("formed", "left", "right")
+        names = ("formed", "left", "right", "share")
         columns = [[(getattr(one, name), place) for one, place in places] for name in names]
         return Candidate(*(None if column[0][0] is None else gathered(column) for column in columns))
 
@@ -110,6 +114,11 @@ class CacheGNS:
     between 1 and 1.16 where it is above 1.4, and leaves small ones alone. Still a transform of X,
     `Q + Y (R - I) Y^T Q`, which is used once and never kept.
 
+    Where more directions are long than the block has vectors, D is still too long. Its largest singular value
+    is about `sqrt(h)`, with h the harmonic mean of the eigenvalues of `I + V^T V`, and nearly always below
+    `(1 + n / 25k + 0.9 / sqrt(k)) sqrt(h)` for k vectors (docs/beyond-the-paper.md). Where that is above `max_norm`, D is
+    shortened to it: a trust region. The residual is that of D before it.
+
     >>> solver = CacheGNS()
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     >>> direction, transform, event = solver(M, None, gamma=5.0)
@@ -124,6 +133,7 @@ class CacheGNS:
     probe: str = "sketch"
     vectors: int = 8
     clip: float = 0.0
+    max_norm: float | None = 2.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.fresh, GramNS):
@@ -139,6 +149,8 @@ class CacheGNS:
         if self.clip and (self.probe == "exact" or self.vectors < 2):
             got = f"probe={self.probe!r}, vectors={self.vectors}"
             raise ValueError(f"clip needs probe='sketch' and at least two vectors, got {got}")
+        if not (self.max_norm is None or (isinstance(self.max_norm, int | float) and self.max_norm > 0)):
+            raise ValueError(f"max_norm must be a number > 0 or None, got {self.max_norm!r}")
 
     def __call__(
         self,
@@ -212,8 +224,12 @@ class CacheGNS:
         return restore(direction, M), kept, events if M.ndim > 2 else events[0]
 
     def rank(self, n: int) -> int:
-        """How many directions of n are clipped."""
-        return math.ceil(self.clip * n)
+        """How many directions of n are clipped: `clip n`; but not fewer than `LEAST`, or n/4 if that is fewer.
+
+        >>> [CacheGNS(clip=1 / 8).rank(n) for n in (32, 256, 768)]
+        [8, 64, 96]
+        """
+        return max(math.ceil(self.clip * n), min(LEAST, n // 4)) if self.clip else 0
 
     def columns(self, n: int) -> int:
         """The columns of the random block that matrices with n rows share: for the probe, and to clip."""
@@ -246,11 +262,12 @@ class CacheGNS:
         V = torch.linalg.solve_triangular(_cholesky(F, workspace), W.mT, upper=False).mT
         R = _inverse_root(V, workspace)  # (I + V^T V)^(-1/2)
         Y = torch.bmm(V, R)
+        share = None if self.max_norm is None else _share(R, len(block), self.max_norm)
         R.diagonal(dim1=-2, dim2=-1).sub_(1)
         right = torch.bmm(R, torch.bmm(Y.mT, Q))
         zY = torch.bmm(z.mT.expand(len(Q), -1, -1), Y).mul_(scale)
         E = torch.baddbmm(thin[:, :k], zY, right)
-        return paired_residual(z, torch.bmm(E, U)), Candidate(left=Y, right=right)
+        return paired_residual(z, torch.bmm(E, U)), Candidate(left=Y, right=right, share=share)
 
     def apply(
         self,
@@ -268,6 +285,8 @@ class CacheGNS:
         if candidate.formed is not None:
             return candidate.formed if gain is None else candidate.formed.mul_(gain)
         gain = torch.ones_like(scale) if gain is None else gain
+        if candidate.share is not None:
+            gain = gain * candidate.share
         dtype = self.fresh.precision(scale)
         direction = workspace.like("direction", U, dtype)
         if dtype == Q.dtype:
@@ -314,6 +333,13 @@ def _inverse_root(V: Tensor, workspace: Workspace) -> Tensor:
     G.diagonal(dim1=-2, dim2=-1).add_(1)
     norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True)
     return gram_transform(G.div_(norm), ROOT.triples, workspace).mul_(norm.rsqrt_())
+
+
+def _share(R: Tensor, n: int, max_norm: float) -> Tensor:
+    """The share of its length that a direction of n rows keeps, `(B, 1, 1)`, by its `(I + V^T V)^(-1/2)`."""
+    k = R.shape[-1]
+    harmonic_root = math.sqrt(k) / torch.linalg.vector_norm(R, dim=(-2, -1), keepdim=True)
+    return (max_norm / (1 + n / (25 * k) + 0.9 / math.sqrt(k)) / harmonic_root).clamp_(max=1)
 
 
 def _scaled(Q: Tensor, factor: Tensor, workspace: Workspace) -> Tensor:

@@ -24,11 +24,13 @@ class CacheMuon(MatrixOptimizer):
     """CacheMuon: Muon that reuses the left transform of an earlier solve, as Algorithm A.5 does, and clips.
 
     The transform Q of a matrix's last solve is applied to its new momentum, and the `clip n` directions that
-    it over-amplifies are replaced by their polar factor (`CacheGNS`). If the residual of the result is at
-    most `gamma`, it is the direction (a hit); else, and after `max_age` steps, it is solved anew and Q
-    replaced (a miss). `cache_stats()` tells what was decided. Clipping and a short life make a cached
-    direction as good as a fresh one (docs/beyond-the-paper.md): gamma only stops what has gone wrong.
-    `CacheMuon.paper` is the paper's own algorithm.
+    it over-amplifies are cut to about 1 (`CacheGNS`). If the residual of the result is at most `gamma`, it is
+    the direction (a hit), shortened where its spectral norm would be above `max_norm`; else, and after
+    `max_age` steps, it is solved anew and Q replaced (a miss). `cache_stats()` tells what was decided.
+    Clipping and a short life make a cached direction as good as a fresh one (docs/beyond-the-paper.md): gamma
+    only stops what has gone wrong. `CacheMuon.paper` is the paper's own algorithm.
+
+    Settings and defaults that torch.optim.Muon has too are its own.
 
     `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
     goes with `clip=0`.
@@ -50,7 +52,7 @@ class CacheMuon(MatrixOptimizer):
     (3, 2, 1)
     """
 
-    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "clip", "seed", "gate")
+    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "clip", "max_norm", "seed", "gate")
 
     def __init__(
         self,
@@ -67,8 +69,9 @@ class CacheMuon(MatrixOptimizer):
         gamma: float = 20.0,
         probe: str = "sketch",
         vectors: int = 8,
-        max_age: int | None = 6,
-        clip: float = 1 / 16,
+        max_age: int | None = 10,
+        clip: float = 1 / 8,
+        max_norm: float | None = 2.0,
         seed: int = 0,
         gate: str = "sync",
         guard: bool = True,
@@ -91,6 +94,7 @@ class CacheMuon(MatrixOptimizer):
             vectors=vectors,
             max_age=max_age,
             clip=clip,
+            max_norm=max_norm,
             seed=seed,
             gate=gate,
             guard=guard,
@@ -104,7 +108,7 @@ class CacheMuon(MatrixOptimizer):
         `settings` are those of Muon, with the paper's defaults: an average without Nesterov's step, a
         `weight_decay` of 1e-4, an `adjust_lr_fn` of "none". A `gamma` of 0 makes it GramMuon.
         """
-        added = {"probe", "vectors", "max_age", "clip", "seed", "gate", "guard"}
+        added = {"probe", "vectors", "max_age", "clip", "max_norm", "seed", "gate", "guard"}
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
         settings = {"weight_decay": 1e-4, "nesterov": False, "adjust_lr_fn": "none", **settings}

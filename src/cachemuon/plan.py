@@ -17,13 +17,13 @@ from .guard import Guard
 from .polar import computed_in
 from .workspace import hit_bytes, solve_bytes
 
-SETTINGS = ("solver", "probe", "vectors", "clip", "gate", "guard", "max_age", "view")
+SETTINGS = ("solver", "probe", "vectors", "clip", "max_norm", "gate", "guard", "max_age", "view")
 """The settings of a group that a plan depends on."""
 
 
 def cache_of(group: dict[str, Any]) -> CacheGNS:
     """The solver with the settings of a parameter group of CacheMuon."""
-    return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"])
+    return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"], group["max_norm"])
 
 
 def cost_of(group: dict[str, Any], param: Tensor) -> Executed:

@@ -28,7 +28,7 @@ LABELS = {
 CACHING = ("paper", "cache")
 """The kinds of optimizer that are a CacheMuon."""
 
-CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "gate", "guard")
+CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "max_norm", "gate", "guard")
 """CacheMuon's own, by the names that both it and `OptimizerConfig` have."""
 
 
@@ -76,8 +76,9 @@ class OptimizerConfig:
     adjust_lr_fn: Literal["none", "original", "match_rms_adamw"] = "none"
     gamma: float = 20.0
     vectors: int = 8
-    max_age: int | None = 6
-    clip: float = 1 / 16
+    max_age: int | None = 10
+    clip: float = 1 / 8
+    max_norm: float | None = 2.0
     gate: Literal["sync", "lagged"] = "sync"
     guard: bool = True
     period: int = 2
@@ -99,6 +100,8 @@ class OptimizerConfig:
             _at_least(f"optimizer.{name}", getattr(self, name), 1)
         if self.max_age is not None:
             _at_least("optimizer.max_age", self.max_age, 0)
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"optimizer.max_norm must be a number > 0 or none, got {self.max_norm!r}")
 
     @property
     def label(self) -> str:

@@ -61,6 +61,7 @@ OWN_CACHE_SETTINGS = [
     {"seed": 5, "gamma": 1.0},
     {"clip": 0.25},
     {"clip": 0.25, "vectors": 4},
+    {"clip": 0.25, "max_norm": 0.5},
 ]
 
 
@@ -324,9 +325,9 @@ def test_solvers_refuse(build, words):
     assert_names(error, words)
 
 
-@pytest.mark.parametrize("name", ["probe", "vectors", "max_age", "clip", "seed"])
+@pytest.mark.parametrize("name", ["probe", "vectors", "max_age", "clip", "max_norm", "seed"])
 def test_the_papers_algorithm_takes_none_of_our_settings(name):
-    value = {"probe": "exact", "vectors": 8, "max_age": 3, "clip": 0.1, "seed": 0}[name]
+    value = {"probe": "exact", "vectors": 8, "max_age": 3, "clip": 0.1, "max_norm": None, "seed": 0}[name]
     with pytest.raises(ValueError, match=rf"CacheMuon\.paper takes no {name}"):
         CacheMuon.paper([parameter(MATRIX)], **{name: value})
 

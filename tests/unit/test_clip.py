@@ -1,4 +1,6 @@
-"""Clipping: what a cached transform over-amplifies is replaced by its own polar factor."""
+"""Clipping: what a cached transform over-amplifies is cut, and the whole is never too long."""
+
+import math
 
 import pytest
 import torch
@@ -19,24 +21,29 @@ def spoiled(n=64, m=160, new=3, size=0.3):
     return Q, M + size * wild @ torch.randn(new, m, generator=g, dtype=torch.float64) / n
 
 
-def direction_by_hand(Q, M, clip, vectors, step):
+def direction_by_hand(Q, M, clip, vectors, step, max_norm):
     """The formulas, with eigenvalues for the roots."""
     X = normalize(M)
     n = len(X)
-    rank = -int(-clip * n // 1)
+    rank = CacheGNS(clip=clip).rank(n)
     Y0 = random_block(n, vectors + rank, seed=0, step=step, dtype=X.dtype)[:, vectors:]
     C = Q @ X
     nystrom = C @ C.mT @ Y0 @ torch.linalg.inv(Y0.mT @ C @ C.mT @ Y0) @ Y0.mT @ C @ C.mT
     squares, span = torch.linalg.eigh(nystrom)  # of n x n, where clipping has r x r
     R = (1 + squares.clamp(min=0)).rsqrt()
     # C + Y (R - I) Y^T C with Y = V R: along each direction by s^2 R^2 (R - 1), and s^2 R^2 = 1 - R^2.
-    return C + (span * ((1 - R**2) * (R - 1))) @ span.mT @ C
+    D = C + (span * ((1 - R**2) * (R - 1))) @ span.mT @ C
+    if max_norm is None:
+        return D
+    longest = (1 + n / rank / 25 + 0.9 / rank**0.5) * (rank / R[-rank:].square().sum()).sqrt()
+    return D * min(1, max_norm / longest)
 
 
-def test_the_direction_is_that_of_the_formula():
+@pytest.mark.parametrize("max_norm", [None, 2.0, 0.5])
+def test_the_direction_is_that_of_the_formula(max_norm):
     Q, M = spoiled()
-    D, kept, event = CacheGNS(clip=1 / 8)(M, Q, 1e9, step=4)
-    expected = direction_by_hand(Q, M, 1 / 8, 8, 4)
+    D, kept, event = CacheGNS(clip=1 / 8, max_norm=max_norm)(M, Q, 1e9, step=4)
+    expected = direction_by_hand(Q, M, 1 / 8, 8, 4, max_norm)
     assert event.hit and kept.data_ptr() == Q.data_ptr()  # the repair is never kept
     # The shift before the Cholesky factor is 64 * 2e-16, and the root converges to 1e-9.
     assert torch.linalg.matrix_norm(D - expected, 2) < 1e-6
@@ -50,7 +57,7 @@ def test_long_directions_are_cut_to_between_one_and_a_sixth_more_and_short_ones_
     right = torch.linalg.qr(torch.randn(40, n, generator=g, dtype=torch.float64)).Q
     M = lengths.unsqueeze(1) * right.mT
     scale = torch.linalg.matrix_norm(M)  # so that Q X = M
-    D, _, _ = CacheGNS(clip=1.0)(M, torch.eye(n, dtype=torch.float64) * scale, 1e9)
+    D, _, _ = CacheGNS(clip=1.0, max_norm=None)(M, torch.eye(n, dtype=torch.float64) * scale, 1e9)
     cut = torch.linalg.vector_norm(D, dim=1)  # rows are orthogonal
     assert (cut[lengths > 1.35] > 1 - 1e-2).all() and (cut[lengths > 1.35] < 1.16).all()
     assert (cut[lengths < 0.5] > 0.93 * lengths[lengths < 0.5]).all()
@@ -60,11 +67,35 @@ def test_long_directions_are_cut_to_between_one_and_a_sixth_more_and_short_ones_
 def test_the_residual_falls_and_is_that_of_the_repaired_direction():
     Q, M = spoiled()
     raw, _, _ = CacheGNS()(M, Q, 1e9)
-    D, _, event = CacheGNS(clip=1 / 8, vectors=32)(M, Q, 1e9)
+    D, _, event = CacheGNS(clip=1 / 8, vectors=32, max_norm=None)(M, Q, 1e9)
     assert exact_residual(raw) > 10 and exact_residual(D) < 1.5
     assert torch.linalg.matrix_norm(raw, 2) > 5 and torch.linalg.matrix_norm(D, 2) < 2
     # 496 pairs of vectors: about 5% standard deviation where no direction dominates.
     assert event.residual == pytest.approx(float(exact_residual(D)), rel=0.2)
+    shorter, _, same = CacheGNS(clip=1 / 8, vectors=32, max_norm=0.5)(M, Q, 1e9)
+    assert torch.linalg.matrix_norm(shorter, 2) < 0.6 and same.residual == event.residual
+
+
+def test_the_bound_holds_where_more_is_long_than_the_block_has_vectors():
+    """Transforms of recorded momentum, applied to momentum of up to 12 steps later."""
+    norms, free = [], []
+    for start, gradients in recorded_gradients().values():
+        momentum = torch.zeros_like(start)
+        transforms = []
+        for step, gradient in enumerate(gradients):
+            momentum = torch.lerp(momentum, gradient, 0.1)
+            update = torch.lerp(gradient, momentum, 0.9)
+            transforms.append(CacheGNS()(update, None, 1.0)[1])
+            for age in (1, 3, 6, 12):
+                if step - age >= 8:
+                    Q = transforms[step - age]
+                    for limit, found in ((2.0, norms), (None, free)):
+                        D, _, _ = CacheGNS(clip=1 / 8, max_norm=limit)(update, Q, math.inf, step=step)
+                        found.append(torch.linalg.matrix_norm(D, 2))
+    norms, free = torch.stack(norms), torch.stack(free)
+    assert free.median() > 2 and free.quantile(0.99) > 4  # else nothing was tried
+    assert norms.quantile(0.99) < 2.0 and norms.max() < 3
+    assert norms.median() > 1.2  # and it is no shorter than it must be
 
 
 def test_the_paired_estimate_is_unbiased():
@@ -131,6 +162,7 @@ def test_the_optimizer_hits_more_often_and_counts_right(gate):
     [
         (dict(clip=-0.1), "clip must be a fraction of the rows, from 0 to 1, got -0.1"),
         (dict(clip=2), "clip must be a fraction .* got 2"),
+        (dict(max_norm=0), "max_norm must be a number > 0 or None, got 0"),
         (dict(clip=0.1, probe="exact"), "clip needs probe='sketch' .* got probe='exact'"),
         (dict(clip=0.1, vectors=1), "clip needs .* at least two vectors, got probe='sketch', vectors=1"),
     ],
@@ -147,16 +179,16 @@ def test_the_defaults_are_what_the_study_found_and_each_of_them_acts():
     W = torch.nn.Parameter(torch.zeros(64, 96))
     optimizer = CacheMuon([W], lr=1.0, weight_decay=0.0, guard=False)
     group = optimizer.param_groups[0]
-    assert (group["gamma"], group["max_age"], group["clip"]) == (20.0, 6, 1 / 16)
-    base, seen, lengths = torch.randn(64, 96, generator=g), [], []
+    assert (group["gamma"], group["max_age"], group["clip"], group["max_norm"]) == (20.0, 10, 1 / 8, 2.0)
+
+    def another():
+        basis = torch.linalg.qr(torch.randn(64, 64, generator=g)).Q
+        return basis * torch.logspace(0, -4, 64) @ torch.randn(64, 96, generator=g)
+
+    base, seen, lengths = another(), [], []
     for step in range(60):
         # A slow drift, and at some steps another matrix altogether.
-        drift = base + 0.1 * torch.randn(64, 96, generator=g)
-        new = (
-            torch.randn(64, 96, generator=g)
-            * torch.logspace(0, -4, 64)[torch.randperm(64, generator=g)][:, None]
-        )
-        W.grad = 1e4 * new if step % 20 == 19 else drift
+        W.grad = 1e4 * another() if step % 20 == 19 else base * (1 + 0.1 * torch.randn(96, generator=g))
         before = W.detach().clone()
         optimizer.step()
         (event,) = optimizer.events().values()
@@ -167,6 +199,6 @@ def test_the_defaults_are_what_the_study_found_and_each_of_them_acts():
     refused = [event for event in seen if event.outcome == "residual"]
     assert refused and all(event.residual > 20 for event in refused)
     ages = [event.age for event in seen]
-    assert max(ages) == 6 and sum(event.outcome == "stale" for event in seen) >= 4
-    # A residual of 20 allows 12.7.
-    assert max(lengths) < 8
+    assert max(ages) == 10 and sum(event.outcome == "stale" for event in seen) >= 4
+    # A residual of 20 alone would allow 12.7.
+    assert max(lengths) < 2.2

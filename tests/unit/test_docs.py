@@ -37,7 +37,7 @@ def test_the_table_of_defaults():
     parameters = {**inspect.signature(Muon).parameters, **inspect.signature(CacheMuon).parameters}
     muon, cached = (
         ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
-        ("gamma", "probe", "vectors", "max_age", "clip"),
+        ("gamma", "probe", "vectors", "max_age", "clip", "max_norm"),
     )
     for name in (*muon, *cached, "gate", "guard", "max_workspace_bytes"):
         assert eval(table[name]) == parameters[name].default

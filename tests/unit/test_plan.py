@@ -24,17 +24,18 @@ def zeros(shapes):
     return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
 
 
-def test_a_model_of_twelve_blocks_has_even_steps():
-    params = zeros(gpt2_shapes(12, 64))
-    plan = Plan(CacheMuon(params, guard=False).param_groups)
-    flops = [0] * 7
+@pytest.mark.parametrize("max_age", [6, 10])
+def test_a_model_of_twelve_blocks_has_even_steps(max_age):
+    params, steps = zeros(gpt2_shapes(12, 64)), max_age + 1
+    plan = Plan(CacheMuon(params, guard=False, max_age=max_age).param_groups)
+    flops = [0] * steps
     for param in params:
         policy, (early,) = plan.of(param)
         flops[early] += policy.cold
-    assert max(flops) <= 1.15 * sum(flops) / 7
+    assert max(flops) <= 1.15 * sum(flops) / steps
     # Those of one shape are due together: a step solves one or two shapes, not all four.
-    kinds = [{p.shape for p in params if plan.of(p)[1] == [step]} for step in range(7)]
-    assert sum(map(len, kinds)) <= 4 + 6
+    kinds = [{p.shape for p in params if plan.of(p)[1] == [step]} for step in range(steps)]
+    assert sum(map(len, kinds)) <= 4 + max_age
 
 
 def run(optimizer, params, steps):
@@ -55,7 +56,7 @@ def run(optimizer, params, steps):
 @pytest.mark.parametrize("gate", ["sync", "lagged"])
 def test_refreshes_are_spread_over_the_steps_at_the_same_number(gate):
     params = zeros(gpt2_shapes(12, 16))
-    refreshes = run(CacheMuon(params, guard=False, gate=gate), params, range(71))
+    refreshes = run(CacheMuon(params, guard=False, gate=gate, max_age=6), params, range(71))
     assert refreshes[0] == 48
     assert min(refreshes[1:]) >= 5 and max(refreshes[1:]) <= 9  # 48 / 7 = 6.9, by FLOPs
     assert sum(refreshes[1:]) == 480  # as all together at every seventh step would be
