@@ -1,14 +1,18 @@
-"""CacheMuon beside the paper's and the baselines, on text and on images: docs/beyond-the-paper.md.
+"""CacheMuon beside the best fresh Muon and other baselines, on text and on images: docs/beyond-the-paper.md.
 
     python benchmarks/beyond.py --text DIR --images DIR [--out runs/beyond] [--workers 2]
 
 The text is `train.bin` and `val.bin` with bytes as uint16 (`cachemuon prepare text --tokenizer bytes`); with
 `--vocabulary DIR`, GPT-2's `encoder.json` and `vocab.bpe`, it is in GPT-2's tokens, and made bytes in the
-folder of the study. The images are CIFAR-10's binary files. Every method is tuned over the same learning
-rates with the first seed, and trained at its best with all; the paper's other gammas have the rate of gamma
-5. Then one setting of CacheMuon is changed at a time. A run has one thread; times are measured apart, at the
-end, when nothing else should run. Called again, the study goes on: finished runs are read. At its end it
-writes `beyond.json` and `beyond.png`, and with `--page` the tables of that page.
+folder of the study. The images are CIFAR-10's binary files.
+
+Every method is tuned with seed 0: GramMuon and CacheMuon over learning rate x momentum x Nesterov, the
+others over learning rate x Nesterov at GramMuon's momentum, AdamW over its learning rate. From the best of
+that grid on, the neighbouring rates of a finer ladder are tried until none is better; for CacheMuon its
+`clip` too. Then it is trained with other seeds. At last one setting of CacheMuon is changed at a time, with
+seed 0. A run has one thread; times are measured apart, at the end, when nothing else should run. Called
+again, the study goes on: finished runs are read. At its end it writes `beyond.json` and `beyond.png`, and
+with `--page` the tables of that page.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from math import sqrt
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, mean
+from statistics import fmean, mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +40,7 @@ from cachemuon import CacheGNS, GramNS
 from cachemuon.flops import GPT2_SMALL, executed_by
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
-from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig
+from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig, RunConfig
 from cachemuon_lab.data.prepare import SPLITS
 from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS, gpt2_encoding
 from cachemuon_lab.models import build
@@ -46,35 +52,33 @@ from cachemuon_lab.timing import turns
 from cachemuon_lab.train import open_data, train
 
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
-SEEDS = (0, 1, 2)
-TIMED, CPU = 42, torch.device("cpu")  # steps: six lives of a transform
-RATES = {"lr": (0.01, 0.02, 0.04), "adam_lr": (1e-3, 2e-3, 4e-3)}
-BASE = OptimizerConfig("gram", momentum=0.95, adam_lr=2e-3)
-METHODS = (
-    replace(BASE, kind="polar"),
-    BASE,
-    replace(BASE, nesterov=True),
-    replace(BASE, kind="jordan"),
-    replace(BASE, kind="stale"),
-    replace(BASE, kind="adamw"),
-    replace(BASE, kind="paper", gamma=5.0),
-    replace(BASE, kind="cache"),
-)
-PAPER, OURS = METHODS[-2:]
-GAMMAS = {"text": (2.0, 15.0), "images": ()}
+RIVALS = ("gram", "cache")
+KINDS = (*RIVALS, "polar", "jordan", "stale", "paper", "adamw")
+TIMED, CPU = 44, torch.device("cpu")  # steps: four lives of a transform
+TUNING, FEW, MANY = 0, (1, 2, 3), (1, 2, 3, 4, 5)  # seeds: for the search; for every method; for the rivals
+
+RATES = {"text": (0.01, 0.02, 0.04), "images": (0.02, 0.04, 0.08)}
+LADDER = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16)
+ADAM_RATES, ADAM_LADDER = (1e-3, 2e-3, 4e-3), (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+MOMENTA, NESTEROV, CLIPS = (0.9, 0.95, 0.98), (True, False), (None, 1 / 16, 1 / 8, 1 / 6)
 ABLATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
-        "optimizer.clip": ("0", "0.03125", "0.125"),
-        "optimizer.max_age": ("1", "3", "12", "none"),
+        "optimizer.clip": ("0", "0.0625", "0.125"),
+        "optimizer.max_norm": ("none", "1.5", "3"),
+        "optimizer.max_age": ("3", "6", "20"),
         "optimizer.gamma": ("5",),
         "optimizer.gate": ("lagged",),
-        "optimizer.momentum": ("0.9", "0.98"),
-        "batch_size": ("4", "16"),
     },
-    "images": {"optimizer.clip": ("0", "0.125"), "optimizer.max_age": ("1", "12")},
+    "images": {
+        "optimizer.clip": ("0", "0.125"),
+        "optimizer.max_norm": ("none",),
+        "optimizer.guard": ("false",),
+    },
 }
-SHARED = ("optimizer.momentum", "batch_size")
-"""What is changed for GramMuon too."""
+
+
+Tried = dict[tuple[str, str], list[OptimizerConfig]]
+"""By task and kind: settings that were tried, or shall be."""
 
 
 class Job(NamedTuple):
@@ -88,9 +92,14 @@ class Job(NamedTuple):
     @property
     def slug(self) -> str:
         """The name of its folder."""
-        rate = getattr(self.optimizer, rate_of(self.optimizer))
-        told = [setting.removeprefix("optimizer.").replace("=", "") for setting in self.settings]
-        return "-".join([self.task, self.optimizer.slug, f"lr{rate:g}", *told, f"s{self.seed}"])
+        one = self.optimizer
+        told = [self.task, one.kind, f"lr{getattr(one, rate_of(one)):g}"]
+        if one.kind != "adamw":
+            told += [f"m{one.momentum:g}", "nesterov" if one.nesterov else "ema"]
+        if one.kind == "cache" and one.clip is not None:
+            told.append(f"clip{one.clip:.4g}")
+        told += [setting.removeprefix("optimizer.").replace("=", "") for setting in self.settings]
+        return "-".join([*told, f"s{self.seed}"])
 
 
 def rate_of(optimizer: OptimizerConfig) -> str:
@@ -98,65 +107,113 @@ def rate_of(optimizer: OptimizerConfig) -> str:
     return "adam_lr" if optimizer.kind == "adamw" else "lr"
 
 
+def grid(task: str, kind: str, momenta: Sequence[float]) -> list[OptimizerConfig]:
+    """Where the search for a method's settings begins."""
+    base = OptimizerConfig("gram", gamma=5.0 if kind == "paper" else OptimizerConfig.gamma, adam_lr=2e-3)
+    base = replace(base, kind=kind, head="muon" if task == "images" else "adam")
+    if kind == "adamw":
+        return [replace(base, adam_lr=rate) for rate in ADAM_RATES]
+    return [
+        replace(base, lr=rate, momentum=momentum, nesterov=nesterov)
+        for momentum, nesterov, rate in product(momenta, NESTEROV, RATES[task])
+    ]
+
+
+def neighbours(one: OptimizerConfig) -> list[OptimizerConfig]:
+    """The next lower and higher learning rate; for CacheMuon also what else may be clipped."""
+    name, ladder = rate_of(one), ADAM_LADDER if one.kind == "adamw" else LADDER
+    place = ladder.index(getattr(one, name))
+    found = [replace(one, **{name: rate}) for rate in ladder[max(place - 1, 0) : place + 2]]
+    if one.kind == "cache":
+        found += [replace(one, clip=clip) for clip in CLIPS]
+    return [other for other in found if other != one]
+
+
 class Study:
     """The runs of a folder, and what they came to."""
 
     def __init__(self, out: Path, data: dict[str, Path], workers: int) -> None:
         self.out, self.data, self.workers = out, data, workers
+        self.runs: dict[Job, Run] = {}
 
     def config(self, job: Job) -> RunConfig:
-        optimizer = replace(job.optimizer, head="muon" if job.task == "images" else "adam")
         settings = (f"data.path={self.data[job.task]}", f"seed={job.seed}", "checkpoint_every=1000000")
-        return configure(recipe(RECIPES[job.task]), optimizer, (*settings, *job.settings))
+        return configure(recipe(RECIPES[job.task]), job.optimizer, (*settings, *job.settings))
 
-    def run(self, jobs: Iterable[Job]) -> dict[Job, Run]:
+    def run(self, jobs: Iterable[Job]) -> None:
         """Train what is not finished yet, each run in a process with one thread."""
-        jobs = list(dict.fromkeys(jobs))
-        runs: dict[Job, Run] = {}
+        jobs = [job for job in dict.fromkeys(jobs) if job not in self.runs]
         with ProcessPoolExecutor(self.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
             folders = [self.out / job.slug for job in jobs]
             done = pool.map(partial(train, resume=True), [self.config(job) for job in jobs], folders)
             for number, (job, run) in enumerate(zip(jobs, done, strict=True), start=1):
-                runs[job] = run
-                print(f"{number} of {len(jobs)}: {job.slug} {run.validations[-1]['loss']:.4f}", flush=True)
-        return runs
+                self.runs[job] = run
+                print(f"{number} of {len(jobs)}: {job.slug} {self.loss(job):.4f}", flush=True)
+
+    def loss(self, job: Job) -> float:
+        """What a run ended with on the validation data."""
+        return float(self.runs[job].validations[-1]["loss"])
+
+    def tune(self, found: Tried) -> dict[tuple[str, str], OptimizerConfig]:
+        """The best of each list, and of what lies around it; the lists grow by what was tried."""
+        best: dict[tuple[str, str], OptimizerConfig] = {}
+        more = found
+        while any(more.values()):
+            self.run(Job(task, one, TUNING) for (task, _), new in more.items() for one in new)
+            more = {}
+            for (task, kind), tried in found.items():
+                best[task, kind] = min(tried, key=lambda one: self.loss(Job(task, one, TUNING)))
+                more[task, kind] = [one for one in neighbours(best[task, kind]) if one not in tried]
+                tried += more[task, kind]
+        return best
 
     def results(self) -> dict[str, Any]:
         """Train everything, and sum it up: for each task its methods and ablations."""
-        grid = self.run(job for task in self.data for method in METHODS for job in search(task, method))
-        tuned = {
-            (task, method): min(search(task, method), key=lambda job: _loss(grid[job])).optimizer
+        searched = {(task, kind): grid(task, kind, MOMENTA) for task in self.data for kind in RIVALS}
+        best = self.tune(searched)
+        others = {
+            (task, kind): grid(task, kind, (best[task, "gram"].momentum,))
             for task in self.data
-            for method in METHODS
+            for kind in KINDS
+            if kind not in RIVALS
         }
-        rows = {task: [tuned[task, method] for method in METHODS] for task in self.data}
+        best |= self.tune(others)
+        searched |= others
+        seeds = {key: MANY if key[1] in RIVALS else FEW for key in best}
+        self.run(Job(task, one, seed) for (task, kind), one in best.items() for seed in seeds[task, kind])
+        changes = {task: list(ablations(task, best[task, "cache"])) for task in self.data}
+        self.run(job for task in self.data for job in changes[task])
+        results = {}
         for task in self.data:
-            rows[task] += [replace(tuned[task, PAPER], gamma=gamma) for gamma in GAMMAS[task]]
-        seeds = self.run(Job(task, one, seed) for task in self.data for one in rows[task] for seed in SEEDS)
-        changes = {task: list(ablations(task, tuned[task, OURS], tuned[task, BASE])) for task in self.data}
-        changed = self.run(job for task in self.data for job in changes[task])
-        return {
-            task: {
+            rows = [best[task, kind] for kind in KINDS]
+            took = self.milliseconds(task, rows)
+            results[task] = {
                 "methods": [
-                    summary([seeds[Job(task, one, seed)] for seed in SEEDS]) | {"milliseconds": took}
-                    for one, took in zip(rows[task], self.milliseconds(task, rows[task]), strict=True)
+                    summary([self.runs[Job(task, one, seed)] for seed in seeds[task, one.kind]])
+                    | {"tuning": round(self.loss(Job(task, one, TUNING)), 4), "milliseconds": milliseconds}
+                    for one, milliseconds in zip(rows, took, strict=True)
                 ],
-                "rates": {
-                    method.label: [round(_loss(grid[job]), 4) for job in search(task, method)]
-                    for method in METHODS
-                },
+                "search": [
+                    settings_of(one) | {"loss": round(self.loss(Job(task, one, TUNING)), 4)}
+                    for kind in KINDS
+                    for one in searched[task, kind]
+                ],
                 "ablations": [
-                    {"settings": job.settings[0]} | summary([changed[job]]) for job in changes[task]
+                    {"changed": changed} | summary([self.runs[job]])
+                    for changed, job in [
+                        ("", Job(task, best[task, "gram"], TUNING)),
+                        ("", Job(task, best[task, "cache"], TUNING)),
+                        *((job.settings[0], job) for job in changes[task]),
+                    ]
                 ],
             }
-            for task in self.data
-        }
+        return results
 
     def milliseconds(self, task: str, methods: Sequence[OptimizerConfig]) -> list[float]:
         """The mean matrix part of a step of each method, on all threads; they take turns step by step."""
         runs = []
         for method in methods:
-            config = self.config(Job(task, method, SEEDS[0]))
+            config = self.config(Job(task, method, TUNING))
             torch.manual_seed(config.seed)
             model = build(config.model)
             runs.append((open_data(config), model, Meter(make_optimizer(config.optimizer, model), CPU)))
@@ -172,22 +229,18 @@ class Study:
         return [round(fmean(times), 2) for times in took]
 
 
-def search(task: str, method: OptimizerConfig) -> list[Job]:
-    """A method at each of the learning rates, with the first seed."""
-    name = rate_of(method)
-    return [Job(task, replace(method, **{name: value}), SEEDS[0]) for value in RATES[name]]
-
-
-def ablations(task: str, ours: OptimizerConfig, gram: OptimizerConfig) -> Iterator[Job]:
-    """One setting of CacheMuon changed at a time; what GramMuon has too is changed for both."""
+def ablations(task: str, ours: OptimizerConfig) -> Iterator[Job]:
+    """One setting of CacheMuon changed at a time."""
     for name, values in ABLATIONS[task].items():
-        for value in values:
-            for method in (gram, ours) if name in SHARED else (ours,):
-                yield Job(task, method, SEEDS[0], (f"{name}={value}",))
+        yield from (Job(task, ours, TUNING, (f"{name}={value}",)) for value in values)
 
 
-def _loss(run: Run) -> float:
-    return float(run.validations[-1]["loss"])
+def settings_of(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """What a method was tuned by."""
+    found: dict[str, Any] = {"kind": optimizer.kind, "lr": getattr(optimizer, rate_of(optimizer))}
+    if optimizer.kind != "adamw":
+        found |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+    return found | ({"clip": optimizer.clip} if optimizer.kind == "cache" else {})
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
@@ -198,12 +251,8 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         outcomes["hit"] = outcomes.get("hit", 0) + line["hits"]
         for reason, number in line["misses"].items():
             outcomes[reason] = outcomes.get(reason, 0) + number
-    return {
-        "kind": optimizer.kind,
-        "label": optimizer.label,
-        "gamma": optimizer.gamma,
-        "lr": getattr(optimizer, rate_of(optimizer)),
-        "losses": [round(_loss(run), 4) for run in runs],
+    return settings_of(optimizer) | {
+        "losses": [round(float(run.validations[-1]["loss"]), 4) for run in runs],
         "accuracies": [run.validations[-1]["accuracy"] for run in runs],
         "outcomes": {name: number for name, number in outcomes.items() if number},
         "flops": round(mean(run.steps[-1]["flops"] for run in runs)),
@@ -215,7 +264,7 @@ def share_at_gpt2_small(row: dict[str, Any]) -> float:
     spent = fresh = 0.0
     calls = sum(row["outcomes"].values())
     probe: Any = "exact" if row["kind"] == "paper" else "sketch"
-    clip = CacheGNS(clip=OptimizerConfig.clip if row["kind"] == "cache" else 0.0)
+    clip = CacheGNS(clip=row["clip"] if row["kind"] == "cache" else 0.0)
     for n, m in GPT2_SMALL:
         cost = executed_by(GramNS(), n, m, probe=probe, rank=clip.rank(min(n, m)))
         fresh += cost.gram
@@ -223,37 +272,40 @@ def share_at_gpt2_small(row: dict[str, Any]) -> float:
     return spent / fresh
 
 
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean."""
+    return stdev(values) / sqrt(len(values))
+
+
 def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
     """A title and the cells of each table, for the page."""
     made: dict[str, tuple[str, Cells]] = {}
     for task, found in results.items():
-        gram, *_ = (row for row in found["methods"] if row["kind"] == "gram")
-        ours, *_ = (row for row in found["methods"] if row["kind"] == "cache")
-        made[f"{task}_methods"] = f"{task}: methods", _methods(found["methods"], gram)
-        heads = ["", *(f"{rate:g}" for rate in RATES["lr"])]
-        own = {"AdamW": f"AdamW ({', '.join(f'{rate:g}' for rate in RATES['adam_lr'])})"}
-        searched = sorted(found["rates"].items(), key=lambda item: item[0] in own)
-        rates = [[own.get(name, name), *(f"{loss:.4f}" for loss in losses)] for name, losses in searched]
-        made[f"{task}_rates"] = f"{task}: learning rates", [heads, *rates]
-        made[f"{task}_ablations"] = f"{task}: ablations", _ablations(found["ablations"], gram, ours)
+        made[f"{task}_methods"] = f"{task}: methods", _methods(found["methods"])
+        made[f"{task}_search"] = f"{task}: search", _search(found["search"])
+        made[f"{task}_ablations"] = f"{task}: ablations", _ablations(found["ablations"])
     return made
 
 
-def _methods(rows: list[dict[str, Any]], gram: dict[str, Any]) -> Cells:
+def _methods(rows: list[dict[str, Any]]) -> Cells:
+    gram = next(row for row in rows if row["kind"] == "gram")
     images = gram["accuracies"][0] is not None
-    heads = ["", "lr", "loss", "of each seed", "to GramMuon", "worst seed", *["accuracy"] * images]
-    cells = [[*heads, "hits", "FLOPs", *["FLOPs at width 768"] * (not images), "time"]]
+    heads = ["", "lr", "momentum", "loss", "of each seed", "to GramMuon", "worst seed"]
+    cells = [
+        [*heads, *["accuracy"] * images, "hits", "FLOPs", *["FLOPs at width 768"] * (not images), "time"]
+    ]
     for row in rows:
         muon, losses = row["kind"] != "adamw", row["losses"]
         share = share_at_gpt2_small(row) if row["kind"] in ("gram", *CACHING) else None
-        apart = [one - other for one, other in zip(losses, gram["losses"], strict=True)]
+        apart = [one - other for one, other in zip(losses, gram["losses"], strict=False)]
         cells.append(
             [
-                row["label"],
+                LABELS[row["kind"]] + (f", clip {row['clip']:.3g}" if row.get("clip") is not None else ""),
                 f"{row['lr']:g}",
+                f"{row['momentum']:g}{', Nesterov' if row['nesterov'] else ''}" if muon else "",
                 f"{mean(losses):.4f}",
                 ", ".join(f"{loss:.4f}" for loss in losses),
-                f"{mean(apart):+.4f}" if row is not gram else "",
+                f"{mean(apart):+.4f} ± {standard_error(apart):.4f}" if row is not gram else "",
                 f"{max(apart):+.4f}" if row is not gram else "",
                 *([f"{mean(row['accuracies']):.1%}"] if images else []),
                 _hits(row),
@@ -265,15 +317,30 @@ def _methods(rows: list[dict[str, Any]], gram: dict[str, Any]) -> Cells:
     return cells
 
 
-def _ablations(rows: list[dict[str, Any]], gram: dict[str, Any], ours: dict[str, Any]) -> Cells:
-    """One seed; first both methods unchanged. FLOPs are relative to GramMuon's with the same setting."""
-    cells = [["", "optimizer", "loss", "hits", "FLOPs"]]
-    for row in ({"settings": "none"} | gram, {"settings": "none"} | ours, *rows):
-        alike = [one for one in rows if one["kind"] == "gram" and one["settings"] == row["settings"]]
-        share = row["flops"] / (*alike, gram)[0]["flops"]
-        name = "GramMuon" if row["kind"] == "gram" else "CacheMuon"
-        told = row["settings"].removeprefix("optimizer.")
-        cells.append([told, name, f"{row['losses'][0]:.4f}", _hits(row), f"{share:.0%}"])
+def _search(rows: list[dict[str, Any]]) -> Cells:
+    """A row for each setting beside the learning rate, a column for each of that; AdamW's rates are told."""
+    muon = [row for row in rows if row["kind"] != "adamw"]
+    rates = sorted({row["lr"] for row in muon})
+    lines: dict[str, dict[float, float]] = {}
+    for row in muon:
+        clip = f", clip {row['clip']:.3g}" if row.get("clip") is not None else ""
+        name = f"{LABELS[row['kind']]}, {row['momentum']:g}{', Nesterov' if row['nesterov'] else ''}{clip}"
+        lines.setdefault(name, {})[row["lr"]] = row["loss"]
+    cells = [["", *(f"{rate:g}" for rate in rates)]]
+    for name, losses in lines.items():
+        cells.append([name, *(f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates)])
+    adam = sorted((row["lr"], row["loss"]) for row in rows if row["kind"] == "adamw")
+    told = [f"{loss:.4f} ({rate:g})" for rate, loss in adam]
+    return [*cells, ["AdamW, its own rates", *told, *[""] * (len(rates) - len(told))]]
+
+
+def _ablations(rows: list[dict[str, Any]]) -> Cells:
+    """One seed; first both rivals unchanged."""
+    gram, cells = rows[0], [["", "optimizer", "loss", "hits", "FLOPs"]]
+    for row in rows:
+        share = f"{row['flops'] / gram['flops']:.0%}"
+        told = row["changed"].removeprefix("optimizer.") or "unchanged"
+        cells.append([told, LABELS[row["kind"]], f"{row['losses'][0]:.4f}", _hits(row), share])
     return cells
 
 
@@ -295,22 +362,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 axes, {"flops": "executed FLOPs", "milliseconds": "time"}.items(), strict=True
             ):
                 for row in rows:
-                    middle, losses = mean(row["losses"]), row["losses"]
                     ax.errorbar(
                         row[key] / gram[key],
-                        middle,
-                        yerr=[[middle - min(losses)], [max(losses) - middle]],
-                        color=drawing.colour(OptimizerConfig(row["kind"], gamma=row["gamma"])),
+                        mean(row["losses"]),
+                        yerr=2 * standard_error(row["losses"]),
+                        color=drawing.colour(OptimizerConfig(row["kind"])),
                         marker=drawing.MARKERS[row["kind"]],
-                        fillstyle="none" if "nesterov" in row["label"] else "full",
                         capsize=2,
                         ls="",
-                        label=row["label"],
+                        label=LABELS[row["kind"]],
                     )
-                paper = sorted(
-                    (row[key] / gram[key], mean(row["losses"])) for row in rows if row["kind"] == "paper"
-                )
-                ax.plot(*zip(*paper, strict=True), color="#bbbbbb", lw=1, zorder=1)
                 ax.set(xlabel=f"{title} of orthogonalization, relative to GramMuon", xlim=(0, None))
                 ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
             axes[0].set_ylabel(f"{task}: validation loss")

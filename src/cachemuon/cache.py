@@ -27,8 +27,6 @@ from .workspace import Workspace
 
 PROBES = ("sketch", "exact")
 GATES = ("sync", "lagged")
-LEAST = 64
-"""Directions that are clipped at least. How many are long depends on the gradient more than on n."""
 
 
 def decide(
@@ -106,9 +104,9 @@ class CacheGNS:
     `probe="sketch"` estimates the same number from `vectors` random vectors, and forms `Q X` only
     once it is accepted.
 
-    With `clip > 0` a cached direction is repaired before it is judged: where Q meets directions that it
-    was never made for, it amplifies them, and C gets a few singular values far above 1. A random block Y0 of
-    `clip n` vectors finds them, by the Nystrom approximation `C C^T ~ V V^T`, `V = C C^T Y0 L^-T` with
+    With `clip` a cached direction is repaired before it is judged: where Q meets directions that it was never
+    made for, it amplifies them, and C gets singular values far above 1. A random block Y0 of `clip n` vectors
+    (None: `rank`) finds them, by the Nystrom approximation `C C^T ~ V V^T`, `V = C C^T Y0 L^-T` with
     `L L^T = Y0^T C C^T Y0`: the long columns of V are the long directions of C. With `R = (I + V^T V)^(-1/2)`
     and `Y = V R`, orthonormal where V is long, `D = C + Y (R - I) Y^T C` shortens a singular value s of V to
     between 1 and 1.16 where it is above 1.4, and leaves small ones alone. Still a transform of X,
@@ -132,7 +130,7 @@ class CacheGNS:
     fresh: GramNS = field(default_factory=GramNS)
     probe: str = "sketch"
     vectors: int = 8
-    clip: float = 0.0
+    clip: float | None = 0.0
     max_norm: float | None = 2.0
 
     def __post_init__(self) -> None:
@@ -144,9 +142,9 @@ class CacheGNS:
             raise ValueError(f"probe must be one of {', '.join(map(repr, PROBES))}, got {self.probe!r}")
         if not (isinstance(self.vectors, int) and self.vectors >= 1):
             raise ValueError(f"vectors must be an integer >= 1, got {self.vectors!r}")
-        if not (isinstance(self.clip, int | float) and 0 <= self.clip <= 1):
-            raise ValueError(f"clip must be a fraction of the rows, from 0 to 1, got {self.clip!r}")
-        if self.clip and (self.probe == "exact" or self.vectors < 2):
+        if not (self.clip is None or (isinstance(self.clip, int | float) and 0 <= self.clip <= 1)):
+            raise ValueError(f"clip must be a fraction of the rows, from 0 to 1, or None, got {self.clip!r}")
+        if self.clip != 0 and (self.probe == "exact" or self.vectors < 2):
             got = f"probe={self.probe!r}, vectors={self.vectors}"
             raise ValueError(f"clip needs probe='sketch' and at least two vectors, got {got}")
         if not (self.max_norm is None or (isinstance(self.max_norm, int | float) and self.max_norm > 0)):
@@ -224,12 +222,14 @@ class CacheGNS:
         return restore(direction, M), kept, events if M.ndim > 2 else events[0]
 
     def rank(self, n: int) -> int:
-        """How many directions of n are clipped: `clip n`; but not fewer than `LEAST`, or n/4 if that is fewer.
+        """How many directions of n are clipped: `clip n`; for None n/8, and up to n/4 as long as that is few.
 
-        >>> [CacheGNS(clip=1 / 8).rank(n) for n in (32, 256, 768)]
-        [8, 64, 96]
+        How many are long depends on the gradient more than on n (docs/beyond-the-paper.md).
+
+        >>> [CacheGNS(clip=None).rank(n) for n in (64, 256, 512, 768)]
+        [16, 64, 64, 96]
         """
-        return max(math.ceil(self.clip * n), min(LEAST, n // 4)) if self.clip else 0
+        return max(math.ceil(n / 8), min(n // 4, 64)) if self.clip is None else math.ceil(self.clip * n)
 
     def columns(self, n: int) -> int:
         """The columns of the random block that matrices with n rows share: for the probe, and to clip."""
@@ -245,7 +245,7 @@ class CacheGNS:
         if self.probe == "exact":
             C = self.apply(U, scale, Q, Candidate(), Workspace())  # of its own: it waits for the gate
             return exact_residual(C), Candidate(formed=C)
-        if self.clip:
+        if self.clip != 0:
             return self._clipped(U.to(Q.dtype), scale, Q, z, workspace)
         return sketched_residual(z, _scaled(Q, scale, workspace), U.to(Q.dtype)), Candidate()
 
@@ -338,8 +338,8 @@ def _inverse_root(V: Tensor, workspace: Workspace) -> Tensor:
 def _share(R: Tensor, n: int, max_norm: float) -> Tensor:
     """The share of its length that a direction of n rows keeps, `(B, 1, 1)`, by its `(I + V^T V)^(-1/2)`."""
     k = R.shape[-1]
-    harmonic_root = math.sqrt(k) / torch.linalg.vector_norm(R, dim=(-2, -1), keepdim=True)
-    return (max_norm / (1 + n / (25 * k) + 0.9 / math.sqrt(k)) / harmonic_root).clamp_(max=1)
+    inverse_root: Tensor = torch.linalg.vector_norm(R, dim=(-2, -1), keepdim=True) / math.sqrt(k)  # of h
+    return (inverse_root * (max_norm / (1 + n / (25 * k) + 0.9 / math.sqrt(k)))).clamp_(max=1)
 
 
 def _scaled(Q: Tensor, factor: Tensor, workspace: Workspace) -> Tensor:

@@ -23,7 +23,7 @@ from .settings import shorthand
 class CacheMuon(MatrixOptimizer):
     """CacheMuon: Muon that reuses the left transform of an earlier solve, as Algorithm A.5 does, and clips.
 
-    The transform Q of a matrix's last solve is applied to its new momentum, and the `clip n` directions that
+    The transform Q of a matrix's last solve is applied to its new momentum, and a few directions that
     it over-amplifies are cut to about 1 (`CacheGNS`). If the residual of the result is at most `gamma`, it is
     the direction (a hit), shortened where its spectral norm would be above `max_norm`; else, and after
     `max_age` steps, it is solved anew and Q replaced (a miss). `cache_stats()` tells what was decided.
@@ -70,7 +70,7 @@ class CacheMuon(MatrixOptimizer):
         probe: str = "sketch",
         vectors: int = 8,
         max_age: int | None = 10,
-        clip: float = 1 / 8,
+        clip: float | None = None,
         max_norm: float | None = 2.0,
         seed: int = 0,
         gate: str = "sync",

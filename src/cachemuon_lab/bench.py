@@ -42,7 +42,7 @@ SOLVED: dict[str, list[Shape]] = {
     "GPT-2 Large": [(1280, 1280), (1280, 3840), (1280, 5120)],
     "ResNet-18": [(64, 576), (128, 1152), (256, 2304), (512, 4608)],
 }
-CLIP: float = signature(CacheMuon).parameters["clip"].default
+CLIP: float | None = signature(CacheMuon).parameters["clip"].default
 CLIPS = (16, 8)
 
 

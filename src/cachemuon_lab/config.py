@@ -77,7 +77,7 @@ class OptimizerConfig:
     gamma: float = 20.0
     vectors: int = 8
     max_age: int | None = 10
-    clip: float = 1 / 8
+    clip: float | None = None
     max_norm: float | None = 2.0
     gate: Literal["sync", "lagged"] = "sync"
     guard: bool = True
@@ -89,10 +89,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self, "optimizer.")
-        for name in ("lr", "weight_decay", "gamma", "clip", "adam_lr", "adam_weight_decay"):
+        for name in ("lr", "weight_decay", "gamma", "adam_lr", "adam_weight_decay"):
             _non_negative(f"optimizer.{name}", getattr(self, name))
-        if self.clip > 1:
-            raise ValueError(f"optimizer.clip must be a fraction, from 0 to 1, got {self.clip!r}")
+        if self.clip is not None and not 0 <= self.clip <= 1:
+            raise ValueError(f"optimizer.clip must be a fraction, from 0 to 1, or none, got {self.clip!r}")
         for name, values in (("momentum", (self.momentum,)), ("adam_betas", self.adam_betas)):
             if not all(0 <= value < 1 for value in values):
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)!r}")

@@ -50,8 +50,8 @@ class GateObserver:
     """At each probe of CacheMuon: what the gate decided on, and how good the cached direction really was.
 
     Of the candidate, `Q X` or what clipping makes of it, and the fresh direction of the same normalized
-    momentum X: the candidate's exact residual, whichever probe decided, and the cosine of the two as vectors.
-    `age` counts the steps since the transform was made, this one included.
+    momentum X: the candidate's exact residual, whichever probe decided, its largest singular value (`norm`),
+    both shortened to `max_norm` as in the step, and the cosine of the two as vectors. `age` counts the steps since the transform was made, this one included.
     """
 
     def __init__(self, optimizer: Optimizer, every: int = 1) -> None:
@@ -59,10 +59,11 @@ class GateObserver:
             raise ValueError(f"optimizer must be a CacheMuon, got {type(optimizer).__name__}")
         self.optimizer, self.every = optimizer, every
         self._cached: dict[str, tuple[Tensor, int]] = {}
+        self._momenta: dict[str, Tensor] = {}
 
     def before(self, step: int) -> None:
-        """Copy the transforms: a miss will overwrite its own."""
-        self._cached = {}
+        """Copy the transforms: a miss will overwrite its own. And the momentum, which the step changes."""
+        self._cached, self._momenta = {}, {}
         if step % self.every:
             return
         ages = {name: entry["age"] for name, entry in self.optimizer.cache_stats()["matrices"].items()}
@@ -70,6 +71,7 @@ class GateObserver:
             if "transform" in state and ages[name] is not None:
                 transform = state["transform"] if state["transform"].ndim == 2 else state["transform"][index]
                 self._cached[name] = transform.clone(), ages[name] + 1
+        self._momenta = _momenta(self.optimizer)
 
     @torch.no_grad()
     def after(self, step: int) -> list[Line]:
@@ -80,10 +82,11 @@ class GateObserver:
             if name not in self._cached or events[name].outcome not in ("hit", "residual"):
                 continue
             Q, age = self._cached.pop(name)
-            X = _normalized(state, group, index)
+            X = _normalized(state, group, index, self._momenta.get(name))
             candidate = _candidate(group, X, Q.unsqueeze(0))
             fresh = group["solver"].solve(X, Workspace())
             measured = {"residual": exact_residual(candidate).item(), "cosine": _cosine(candidate, fresh)}
+            measured["norm"] = torch.linalg.matrix_norm(candidate, 2).item()
             lines.append(
                 {"kind": "probe", "name": name, **measured, "accepted": events[name].hit, "age": age}
             )
@@ -107,9 +110,11 @@ class AgeObserver:
                 )
         self.optimizer, self.ages, self.every = optimizer, ages, every
         self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=max(ages) + 1)
+        self._momenta: dict[str, Tensor] = {}
 
     def before(self, step: int) -> None:
-        """Nothing: the momentum of this step is not known yet."""
+        """Copy the momentum, which the step changes."""
+        self._momenta = _momenta(self.optimizer)
 
     @torch.no_grad()
     def after(self, step: int) -> list[Line]:
@@ -121,7 +126,7 @@ class AgeObserver:
         transforms: dict[str, Tensor] = {}
         kept = dict(self._kept)
         for name, state, group, index in _matrices(self.optimizer):
-            X = _normalized(state, group, index)
+            X = _normalized(state, group, index, self._momenta.get(name))
             fresh, transforms[name] = group["solver"].solve_with_transform(X, Workspace())
             for age in self.ages if due else ():
                 if name in kept.get(step - age, {}):
@@ -154,12 +159,28 @@ def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[
                     yield name if count == 1 else f"{name}[{index}]", state, group, index
 
 
-def _normalized(state: dict[str, Any], group: dict[str, Any], index: int) -> Tensor:
-    """What the solver was given, `(1, n, m)`, normalized and wide."""
-    if group["nesterov"]:
-        raise ValueError("diagnostics read the momentum, so nesterov must be False, got True")
+def _momentum(state: dict[str, Any], group: dict[str, Any], index: int) -> Tensor:
     momentum: Tensor = state["momentum_buffer"]
-    M = momentum.view(matrix_shape(momentum.shape, group["view"]))[index]
+    return momentum.view(matrix_shape(momentum.shape, group["view"]))[index]
+
+
+def _momenta(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The momentum of every matrix, copied, where Nesterov's update will ask for it."""
+    return {
+        name: _momentum(state, group, index).clone()
+        for name, state, group, index in _matrices(optimizer)
+        if group["nesterov"]
+    }
+
+
+def _normalized(state: dict[str, Any], group: dict[str, Any], index: int, before: Tensor | None) -> Tensor:
+    """What the solver was given, `(1, n, m)`, normalized and wide; `before` is the momentum before the step.
+
+    Nesterov's update `b M + (1 - b) G` is `M + b (M - M_before)`, for which no gradient must be kept.
+    """
+    M = _momentum(state, group, index)
+    if group["nesterov"]:
+        M = M + group["momentum"] * (M if before is None else M - before)
     return normalize(M.mT if M.shape[0] > M.shape[1] else M, group["eps"]).unsqueeze(0)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from cachemuon_lab.performance import renewed
 from cachemuon_lab.record import Run
 
 ROOT = Path(__file__).parents[2]
+MOMENTA = (0.9, 0.95)
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +29,42 @@ def beyond():
 
 
 def test_every_run_has_a_folder_of_its_own(beyond):
-    ours, gram = replace(beyond.OURS, lr=0.02), replace(beyond.BASE, lr=0.02)
-    jobs = [
-        job for task in beyond.RECIPES for method in beyond.METHODS for job in beyond.search(task, method)
+    found = [
+        (task, one)
+        for task in beyond.RECIPES
+        for kind in beyond.KINDS
+        for one in beyond.grid(task, kind, MOMENTA)
     ]
-    jobs += [job for task in beyond.RECIPES for job in beyond.ablations(task, ours, gram)]
-    assert len({job.slug for job in jobs}) == len(jobs) > 60
-    assert "text-cache-lr0.02-clip0.125-s0" in {job.slug for job in jobs}
+    near = [(task, other) for task, one in found for other in beyond.neighbours(one)]
+    jobs = {beyond.Job(task, one, seed) for task, one in found + near for seed in (0, 1)}
+    jobs |= {job for task, one in found if one.kind == "cache" for job in beyond.ablations(task, one)}
+    study = beyond.Study(Path("runs"), {task: Path("data") for task in beyond.RECIPES}, workers=1)
+    runs = {job.slug: study.config(job) for job in jobs}
+    assert len(runs) == len(set(runs.values())) == len({study.config(job) for job in jobs}) > 300
+    assert "text-cache-lr0.02-m0.9-nesterov-clip0.125-s0" in runs
+
+
+def test_the_search_climbs_to_the_best_it_can_find(beyond, tmp_path, monkeypatch):
+    """A loss that is a function of the settings, with its minimum off the grid."""
+    study, asked = beyond.Study(tmp_path, {"text": tmp_path}, workers=1), []
+
+    def run(jobs):
+        jobs = list(jobs)
+        asked.extend(jobs)
+        study.runs |= dict.fromkeys(jobs)
+
+    def loss(job):
+        one = job.optimizer
+        clipped = one.kind == "cache" and one.clip != 1 / 6
+        return abs(math.log(one.lr / 0.11)) + 10 * abs(one.momentum - 0.95) + one.nesterov + clipped
+
+    monkeypatch.setattr(study, "run", run)
+    monkeypatch.setattr(study, "loss", loss)
+    searched = {("text", kind): beyond.grid("text", kind, MOMENTA) for kind in beyond.RIVALS}
+    best = study.tune(searched)
+    assert {(one.lr, one.momentum, one.nesterov) for one in best.values()} == {(0.12, 0.95, False)}
+    assert best["text", "cache"].clip == 1 / 6
+    assert len(asked) == len(set(asked)) == sum(map(len, searched.values()))
 
 
 def test_a_study_trains_resumes_and_sums_up(beyond, tmp_path, monkeypatch):
@@ -51,13 +82,16 @@ def test_a_study_trains_resumes_and_sums_up(beyond, tmp_path, monkeypatch):
     gram = OptimizerConfig("gram", lr=0.01)
     jobs = [beyond.Job("text", method, 0) for method in (gram, replace(gram, kind="stale"))]
     study = beyond.Study(tmp_path / "out", {"text": data}, workers=1)
-    runs = study.run(jobs)
+    study.run(jobs)
+    runs = study.runs
     assert all(run.complete for run in runs.values())
     before = (tmp_path / "out" / jobs[0].slug / "record.jsonl").stat().st_mtime_ns
-    assert study.run(jobs)[jobs[0]].steps == Run.open(tmp_path / "out" / jobs[0].slug).steps
+    study = beyond.Study(tmp_path / "out", {"text": data}, workers=1)
+    study.run(jobs)
+    assert study.runs[jobs[0]].steps == Run.open(tmp_path / "out" / jobs[0].slug).steps
     assert (tmp_path / "out" / jobs[0].slug / "record.jsonl").stat().st_mtime_ns == before
     row = beyond.summary([runs[jobs[1]]])
-    assert row["outcomes"] == {"hit": 4, "fresh": 8} and row["label"] == "StaleMuon"
+    assert row["outcomes"] == {"hit": 4, "fresh": 8} and row["kind"] == "stale"
     assert row["losses"] == [round(runs[jobs[1]].validations[-1]["loss"], 4)]
     monkeypatch.setattr(beyond, "TIMED", 2)
     assert all(0 < took < 1000 for took in study.milliseconds("text", [job.optimizer for job in jobs]))

@@ -87,7 +87,10 @@ def test_text_that_is_no_json_is_refused():
         (lambda: OptimizerConfig("gram", lr=-1.0), r"optimizer.lr must be a number >= 0, got -1.0"),
         (lambda: OptimizerConfig("gram", momentum=1.0), r"optimizer.momentum must be in \[0, 1\), got 1.0"),
         (lambda: OptimizerConfig("cache", max_age=-1), "optimizer.max_age must be an integer of at least 0"),
-        (lambda: OptimizerConfig("cache", clip=-0.5), "optimizer.clip must be a number >= 0, got -0.5"),
+        (
+            lambda: OptimizerConfig("cache", clip=-0.5),
+            "optimizer.clip must be a fraction, from 0 to 1, or none, got -0.5",
+        ),
         (lambda: OptimizerConfig("cache", max_norm=0.0), "optimizer.max_norm must be a number > 0 or none"),
         (lambda: OptimizerConfig("stale", period=0), "optimizer.period must be an integer of at least 1"),
         (lambda: DataConfig("mnist"), "data.kind must be one of 'python', 'tokens', 'cifar10', got 'mnist'"),

@@ -59,11 +59,12 @@ def test_measuring_does_not_change_the_run(config, tmp_path, diagnostics, optimi
     assert on.probes or on.ages
 
 
-def test_what_is_measured_is_the_clipped_direction():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_what_is_measured_is_the_clipped_direction(nesterov):
     """The step itself tells: W before and after, without weight decay, differ by the direction."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(32, 48))
-    settings = {"gamma": 1e9, "clip": 0.25, "momentum": 0.5, "weight_decay": 0.0}
+    settings = {"gamma": 1e9, "clip": 0.25, "momentum": 0.5, "weight_decay": 0.0, "nesterov": nesterov}
     optimizer = unclipped([weight], lr=1.0, **settings)
     observer = GateObserver(optimizer)
     for step in range(1, 5):
@@ -71,8 +72,9 @@ def test_what_is_measured_is_the_clipped_direction():
         observer.before(step)
         optimizer.step()
         for line in observer.after(step):
-            taken = exact_residual(before - weight.detach()).item()
-            assert line["residual"] == pytest.approx(taken, rel=1e-3)
+            taken = before - weight.detach()
+            assert line["residual"] == pytest.approx(exact_residual(taken).item(), rel=1e-3)
+            assert line["norm"] == pytest.approx(torch.linalg.matrix_norm(taken, 2).item(), rel=1e-3)
     assert step == 4 and line["age"] == 3
 
 
@@ -149,10 +151,11 @@ def test_ages_are_those_asked_for(config, tmp_path):
     assert fourth.ages == [line for line in every.ages if line["step"] % 4 == 0]
 
 
-def test_the_cosine_of_an_old_transform():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_cosine_of_an_old_transform(nesterov):
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(7, 4))
-    optimizer = Muon([parameter], solver=GramNS(), nesterov=False)
+    optimizer = Muon([parameter], solver=GramNS(), nesterov=nesterov)
     observer = AgeObserver(optimizer, ages=(1, 3))
     momentum, transforms = torch.zeros(7, 4), []
     for step in range(1, 7):
@@ -161,7 +164,7 @@ def test_the_cosine_of_an_old_transform():
         observer.before(step)
         optimizer.step()
         lines = {line["age"]: line["cosine"] for line in observer.after(step)}
-        X = normalize(momentum).mT
+        X = normalize(torch.lerp(parameter.grad, momentum, 0.95) if nesterov else momentum).mT
         fresh, Q = GramNS().with_transform(X)
         assert lines.keys() == {age for age in (1, 3) if age <= len(transforms)}
         for age, cosine in lines.items():

@@ -145,14 +145,8 @@ def test_a_swap_of_imports_follows_torchs_muon(make):
 
 def test_the_shorthands_are_torchs():
     coefficients, recording = (3.0, -4.0, 2.0), recorded_gradients()
-    ours, optimizer = replay(
-        lambda p: Muon(p, ns_coefficients=coefficients, ns_steps=3, lr=0.02)
-    )
-    torchs, _ = replay(
-        lambda p: torch.optim.Muon(
-            p, ns_coefficients=coefficients, ns_steps=3, lr=0.02
-        )
-    )
+    ours, optimizer = replay(lambda p: Muon(p, ns_coefficients=coefficients, ns_steps=3, lr=0.02))
+    torchs, _ = replay(lambda p: torch.optim.Muon(p, ns_coefficients=coefficients, ns_steps=3, lr=0.02))
     assert optimizer.param_groups[0]["solver"].schedule.triples == (coefficients,) * 3
     for name, (start, _) in recording.items():
         moved = torch.linalg.norm(torchs[-1][name] - start)

@@ -1,0 +1,79 @@
+"""benchmarks/small.py: turns, interruption, and what it says."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachemuon_lab.record import Run
+from cachemuon_lab.train import Interrupted
+
+ROOT = Path(__file__).parents[2]
+TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocabulary=32", "model.context=8")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    spec = importlib.util.spec_from_file_location("small", ROOT / "benchmarks" / "small.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = ("data.context=8", "batch_size=2", "accumulation=1", "autocast=none", "validation_batches=2")
+    monkeypatch.setattr(module, "SETTINGS", (*own, *TINY))
+    monkeypatch.setattr(module, "TURN", 2)
+    monkeypatch.setattr(module, "RATES", (0.01, 0.02))
+    return module
+
+
+@pytest.fixture
+def data(tmp_path):
+    for split, size in (("train", 400), ("val", 200)):
+        np.random.default_rng(0).integers(0, 32, size).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    return tmp_path
+
+
+def test_runs_take_turns_stop_in_time_and_go_on(small, data, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        small.Small(data, out, steps=6, search=3, minutes=0).results()
+    first = Run.open(out / "search-cache-0.01")
+    assert [line["step"] for line in first.steps] == [1] and not first.complete
+    began = []
+    turn = small.Turn.__init__
+    monkeypatch.setattr(
+        small.Turn, "__init__", lambda self, name, end: (began.append(name), turn(self, name, end))[1]
+    )
+    results = small.Small(data, out, steps=6, search=3).results()
+    rates = {row["kind"]: row["lr"] for row in results["methods"]}
+    names = [f"{kind}-{rates[kind]:g}" for kind in small.KINDS]
+    assert began[-9:] == 3 * names and rates["jordan"] == rates["gram"]
+    assert "2 of 2 steps" in capsys.readouterr().out
+    losses = results["searched"]["gram"]
+    assert rates["gram"] == (0.01, 0.02)[int(np.argmin(losses))]
+    for row in results["methods"]:
+        assert row["steps"] == [2, 4, 6] and row["seconds"] == sorted(row["seconds"])
+    small.draw(results, out / "small.png")
+    assert (out / "small.png").stat().st_size > 10_000
+    cells = small.table(results)
+    assert len(cells) == 4 and cells[2][0] == "GramMuon" and cells[2][-1] == "1.00"
+
+
+def test_the_time_to_a_loss_lies_between_two_validations(small):
+    row = {"losses": [4.0, 3.0, 2.0], "seconds": [10.0, 20.0, 40.0]}
+    assert small.seconds_to(row, 4.5) == 10
+    assert small.seconds_to(row, 3.5) == 15
+    assert small.seconds_to(row, 2.25) == 35
+    assert small.seconds_to(row, 1.9) is None
+
+
+def test_the_command_writes_its_results(small, data, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table small -->\n<!-- end -->\n")
+    out = tmp_path / "out"
+    told = ["--data", data, "--out", out, "--steps", 2, "--search", 2, "--page", page]
+    monkeypatch.setattr(sys, "argv", ["small.py", *map(str, told)])
+    small.main()
+    assert len(json.loads((out / "small.json").read_text())["methods"]) == 3
+    assert "| GramMuon |" in page.read_text()
