@@ -132,8 +132,9 @@ def neighbours(one: OptimizerConfig) -> list[OptimizerConfig]:
 class Study:
     """The runs of a folder, and what they came to."""
 
-    def __init__(self, out: Path, data: dict[str, Path], workers: int) -> None:
+    def __init__(self, out: Path, data: dict[str, Path], workers: int, kinds: Sequence[str] = KINDS) -> None:
         self.out, self.data, self.workers = out, data, workers
+        self.kinds = [kind for kind in KINDS if kind in {*RIVALS, *kinds}]
         self.runs: dict[Job, Run] = {}
 
     def config(self, job: Job) -> RunConfig:
@@ -174,7 +175,7 @@ class Study:
         others = {
             (task, kind): grid(task, kind, (best[task, "gram"].momentum,))
             for task in self.data
-            for kind in KINDS
+            for kind in self.kinds
             if kind not in RIVALS
         }
         best |= self.tune(others)
@@ -185,7 +186,7 @@ class Study:
         self.run(job for task in self.data for job in changes[task])
         results = {}
         for task in self.data:
-            rows = [best[task, kind] for kind in KINDS]
+            rows = [best[task, kind] for kind in self.kinds]
             took = self.milliseconds(task, rows)
             results[task] = {
                 "methods": [
@@ -195,7 +196,7 @@ class Study:
                 ],
                 "search": [
                     settings_of(one) | {"loss": round(self.loss(Job(task, one, TUNING)), 4)}
-                    for kind in KINDS
+                    for kind in self.kinds
                     for one in searched[task, kind]
                 ],
                 "ablations": [
@@ -331,7 +332,7 @@ def _search(rows: list[dict[str, Any]]) -> Cells:
         cells.append([name, *(f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates)])
     adam = sorted((row["lr"], row["loss"]) for row in rows if row["kind"] == "adamw")
     told = [f"{loss:.4f} ({rate:g})" for rate, loss in adam]
-    return [*cells, ["AdamW, its own rates", *told, *[""] * (len(rates) - len(told))]]
+    return [*cells, ["AdamW, its own rates", *told, *[""] * (len(rates) - len(told))]] if told else cells
 
 
 def _ablations(rows: list[dict[str, Any]]) -> Cells:
@@ -397,6 +398,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=Path, metavar="DIR", help="the text is in these GPT-2 tokens")
     parser.add_argument("--images", type=Path, metavar="DIR", help="CIFAR-10's binary files")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/beyond"))
+    parser.add_argument("--methods", nargs="*", choices=KINDS, default=KINDS, help="beside gram and cache")
     parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
     parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
     args = parser.parse_args()
@@ -405,7 +407,7 @@ def main() -> None:
         parser.error("name --text, --images, or both")
     if args.vocabulary is not None and "text" in data:
         data["text"] = as_bytes(data["text"], args.vocabulary, args.out / "bytes")
-    results = Study(args.out, data, args.workers).results()
+    results = Study(args.out, data, args.workers, args.methods).results()
     (args.out / "beyond.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "beyond.png")
     if args.page is not None:

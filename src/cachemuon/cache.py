@@ -114,8 +114,8 @@ class CacheGNS:
 
     Where more directions are long than the block has vectors, D is still too long. Its largest singular value
     is about `sqrt(h)`, with h the harmonic mean of the eigenvalues of `I + V^T V`, and nearly always below
-    `(1 + n / 25k + 0.9 / sqrt(k)) sqrt(h)` for k vectors (docs/beyond-the-paper.md). Where that is above `max_norm`, D is
-    shortened to it: a trust region. The residual is that of D before it.
+    `(1 + n / 25k + 0.9 / sqrt(k)) sqrt(h)` for k vectors (docs/beyond-the-paper.md). Where that is above
+    `max_norm`, D is shortened to it: a trust region. The residual is that of D before it.
 
     >>> solver = CacheGNS()
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

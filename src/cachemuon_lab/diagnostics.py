@@ -51,7 +51,8 @@ class GateObserver:
 
     Of the candidate, `Q X` or what clipping makes of it, and the fresh direction of the same normalized
     momentum X: the candidate's exact residual, whichever probe decided, its largest singular value (`norm`),
-    both shortened to `max_norm` as in the step, and the cosine of the two as vectors. `age` counts the steps since the transform was made, this one included.
+    both shortened to `max_norm` as in the step, and the cosine of the two as vectors. `age` counts the steps
+    since the transform was made, this one included.
     """
 
     def __init__(self, optimizer: Optimizer, every: int = 1) -> None:

@@ -29,8 +29,10 @@ VARIANTS = {
     "cache-nesterov": partial(unclipped, nesterov=True),
     "cache-original": partial(unclipped, adjust_lr_fn="original", gamma=2.0),
     "cache-lagged": partial(unclipped, gate="lagged"),
-    "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, guard=False),
-    "cache-clip-lagged": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, gate="lagged", guard=False),
+    "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, guard=False),
+    "cache-clip-lagged": partial(
+        CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, gate="lagged", guard=False
+    ),
     "cache-lagged-exact": partial(unclipped, gate="lagged", probe="exact", max_age=6),
 }
 

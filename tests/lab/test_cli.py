@@ -117,7 +117,7 @@ def test_flops_of_any_shapes():
     assert "768x3072 2 7.253 37.16 29 40.77 27.3%" in told  # the paper's
     assert "768x3072 2 7.248 22.84 15.51 32.28 47.0%" in told  # executed, exact probe
     assert "768x3072 2 3.718 15.68 15.51 32.28 1.4%" in told  # sketched
-    assert "768x3072 2 4.383 16.29 15.51 32.28 6.5%" in told  # clipped, 48 directions
+    assert "768x3072 2 5.176 17.03 15.51 32.28 12.8%" in told  # clipped, 96 directions
     assert "10x512 1 " in told and "GFLOPs of 3 matrices in 1 step " in told and "CacheMuon, 50% hits" in told
 
 
@@ -221,7 +221,8 @@ def test_demo_ends_with_what_it_means(tmp_path):
     assert re.fullmatch(r"\d+ s of training, \d+ s in all\.", timing)
     paper, part = shown("CacheMuon.paper gamma="), r"-?\d+% \(-?\d+%\)"
     assert re.search(
-        rf"orthogonalization FLOPs CacheMuon saved.* {paper}15: {part}, CacheMuon: {part}\.", saved
+        rf"orthogonalization FLOPs CacheMuon saved.* {paper}15: {part}, CacheMuon nesterov=True: {part}\.",
+        saved,
     )
     assert re.search(
         rf"validation loss was, beside GramMuon's \d\.\d{{3}} .*, {paper}2: [+-]0\.\d{{3}}, {paper}5", lost
