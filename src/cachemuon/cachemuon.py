@@ -30,7 +30,8 @@ class CacheMuon(MatrixOptimizer):
     Clipping and a short life make a cached direction as good as a fresh one (docs/beyond-the-paper.md): gamma
     only stops what has gone wrong. `CacheMuon.paper` is the paper's own algorithm.
 
-    Settings and defaults that torch.optim.Muon has too are its own.
+    Settings and defaults that torch.optim.Muon has too are its own. For its limited steps the best learning
+    rate is one and a half to two times Muon's; `max_norm=3` is for those who keep theirs.
 
     `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
     goes with `clip=0`.
