@@ -301,9 +301,9 @@ def _methods(rows: list[dict[str, Any]]) -> Cells:
         apart = [one - other for one, other in zip(losses, gram["losses"], strict=False)]
         cells.append(
             [
-                LABELS[row["kind"]] + (f", clip {row['clip']:.3g}" if row.get("clip") is not None else ""),
+                LABELS[row["kind"]],
                 f"{row['lr']:g}",
-                f"{row['momentum']:g}{', Nesterov' if row['nesterov'] else ''}" if muon else "",
+                _settings(row) if muon else "",
                 f"{mean(losses):.4f}",
                 ", ".join(f"{loss:.4f}" for loss in losses),
                 f"{mean(apart):+.4f} ± {standard_error(apart):.4f}" if row is not gram else "",
@@ -324,9 +324,7 @@ def _search(rows: list[dict[str, Any]]) -> Cells:
     rates = sorted({row["lr"] for row in muon})
     lines: dict[str, dict[float, float]] = {}
     for row in muon:
-        clip = f", clip {row['clip']:.3g}" if row.get("clip") is not None else ""
-        name = f"{LABELS[row['kind']]}, {row['momentum']:g}{', Nesterov' if row['nesterov'] else ''}{clip}"
-        lines.setdefault(name, {})[row["lr"]] = row["loss"]
+        lines.setdefault(f"{LABELS[row['kind']]}, {_settings(row)}", {})[row["lr"]] = row["loss"]
     cells = [["", *(f"{rate:g}" for rate in rates)]]
     for name, losses in lines.items():
         cells.append([name, *(f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates)])
@@ -343,6 +341,12 @@ def _ablations(rows: list[dict[str, Any]]) -> Cells:
         told = row["changed"].removeprefix("optimizer.") or "unchanged"
         cells.append([told, LABELS[row["kind"]], f"{row['losses'][0]:.4f}", _hits(row), share])
     return cells
+
+
+def _settings(row: dict[str, Any]) -> str:
+    """What a Muon was tuned by beside the learning rate."""
+    clip = [] if row.get("clip") is None else [f"clip {row['clip']:.3g}"]
+    return ", ".join([f"{row['momentum']:g}", *["Nesterov"] * row["nesterov"], *clip])
 
 
 def _hits(row: dict[str, Any]) -> str:

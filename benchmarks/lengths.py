@@ -44,12 +44,11 @@ def main() -> None:
         run = train(config, args.out / f"{args.lr:g}-{args.momentum:g}-{number}", resume=True)
         accepted = [line for line in run.probes if line["accepted"]]
         norms = [line["norm"] for line in accepted]
-        calls = sum(line["hits"] + sum(line["misses"].values()) for line in run.steps)
         quantiles = [f"{value:.2f}" for value in np.quantile(norms, (0.5, 0.9, 0.99, 1))]
         cells.append(
             [
                 name,
-                f"{sum(line['hits'] for line in run.steps) / calls:.0%}",
+                f"{run.hit_rate:.0%}",
                 f"{len(norms):,}",
                 *quantiles,
                 f"{np.median([line['cosine'] for line in accepted]):.2f}",

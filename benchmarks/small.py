@@ -59,29 +59,20 @@ class Small:
         )
         return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own))
 
-    def chosen(self) -> dict[str, OptimizerConfig]:
-        """Each method at its learning rate: the one with the lowest loss after a shorter run."""
-        best = {}
-        for kind in ("cache", "gram"):
-            tried = [replace(SHARED, kind=kind, lr=rate) for rate in RATES]
-            runs = self.train({f"search-{kind}-{one.lr:g}": self.config(one, self.search) for one in tried})
-            losses = [run.validations[-1]["loss"] for run in runs.values()]
-            best[kind] = tried[int(np.argmin(losses))]
-        return {kind: best.get(kind, replace(best["gram"], kind=kind)) for kind in KINDS}
+    def searched(self, kind: str) -> list[float]:
+        """The losses after shorter runs, in the order of the rates."""
+        tried = [replace(SHARED, kind=kind, lr=rate) for rate in RATES]
+        runs = self.train({f"search-{kind}-{one.lr:g}": self.config(one, self.search) for one in tried})
+        return [run.validations[-1]["loss"] for run in runs.values()]
 
     def results(self) -> dict[str, Any]:
-        """Train everything, and sum it up."""
-        chosen = self.chosen()
-        names = {f"{kind}-{one.lr:g}": self.config(one, self.steps) for kind, one in chosen.items()}
-        rows = [summary(run) for run in self.train(names).values()]
-        return {"searched": self.searched(), "methods": rows}
-
-    def searched(self) -> dict[str, list[float]]:
-        """The losses of the shorter runs, by the order of the rates."""
-        return {
-            kind: [Run.open(self.out / f"search-{kind}-{rate:g}").validations[-1]["loss"] for rate in RATES]
-            for kind in ("cache", "gram")
-        }
+        """Train everything, each method at the learning rate that was best, and sum it up."""
+        searched = {kind: self.searched(kind) for kind in ("cache", "gram")}
+        names = {}
+        for kind in KINDS:
+            rate = RATES[int(np.argmin(searched.get(kind, searched["gram"])))]
+            names[f"{kind}-{rate:g}"] = self.config(replace(SHARED, kind=kind, lr=rate), self.steps)
+        return {"searched": searched, "methods": [summary(run) for run in self.train(names).values()]}
 
     def train(self, runs: dict[str, RunConfig]) -> dict[str, Run]:
         """All of them, a turn each, until all are finished."""
@@ -125,7 +116,6 @@ def summary(run: Run) -> dict[str, Any]:
     """What the picture and the table need of a run: its validations, and the seconds until each."""
     seconds = np.cumsum([line["step_seconds"] for line in run.steps])
     optimizer = run.config.optimizer
-    calls = sum(line["hits"] + sum(line["misses"].values()) for line in run.steps)
     return {
         "kind": optimizer.kind,
         "lr": optimizer.lr,
@@ -134,7 +124,7 @@ def summary(run: Run) -> dict[str, Any]:
         "seconds": [round(float(seconds[line["step"] - 1]), 3) for line in run.validations],
         "step_seconds": round(median(line["step_seconds"] for line in run.steps), 3),
         "optimizer_seconds": round(median(line["optimizer_seconds"] for line in run.steps), 3),
-        "hits": round(sum(line["hits"] for line in run.steps) / calls, 3),
+        "hits": round(run.hit_rate or 0.0, 3),
         "flops": run.steps[-1]["flops"],
     }
 

@@ -115,14 +115,18 @@ class AgeObserver:
 
     def before(self, step: int) -> None:
         """Copy the momentum, which the step changes."""
-        self._momenta = _momenta(self.optimizer)
+        self._momenta = _momenta(self.optimizer) if self._wanted(step) else {}
+
+    def _wanted(self, step: int) -> bool:
+        """Whether a measurement asks for this step's transforms: its own, or one of a later step."""
+        return any((step + age) % self.every == 0 for age in (0, *self.ages))
 
     @torch.no_grad()
     def after(self, step: int) -> list[Line]:
         """An "age" line for every matrix and every age whose transform is kept."""
+        if not self._wanted(step):
+            return []
         due = step % self.every == 0
-        if not due and all((step + age) % self.every for age in self.ages):
-            return []  # no measurement will ask for this step's transforms
         lines: list[Line] = []
         transforms: dict[str, Tensor] = {}
         kept = dict(self._kept)

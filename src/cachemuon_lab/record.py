@@ -74,6 +74,13 @@ class Run:
         """Whether the run came to its end."""
         return self.end is not None
 
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits per call; None before the first call."""
+        hits = sum(line["hits"] for line in self.steps)
+        calls = hits + sum(sum(line["misses"].values()) for line in self.steps)
+        return hits / calls if calls else None
+
 
 def read_lines(path: Path) -> list[Line]:
     """The lines of a record; none if there is no file. A last line that was broken off is left out."""

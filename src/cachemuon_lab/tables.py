@@ -235,12 +235,10 @@ def to_html(comparison: Comparison) -> str:
 def _measured(run: Run, fresh: dict[str, list[Run]]) -> dict[str, float | None]:
     losses = [line["loss"] for line in run.validations if math.isfinite(line["loss"])]
     accuracies = [line["accuracy"] for line in run.validations if line["accuracy"] is not None]
-    hits = sum(line["hits"] for line in run.steps)
-    calls = hits + sum(sum(line["misses"].values()) for line in run.steps)
     measured = {
         "loss": min(losses, default=None),
         "accuracy": max(accuracies, default=None),
-        "hit_rate": hits / calls if calls and run.config.optimizer.kind in (*CACHING, "stale") else None,
+        "hit_rate": run.hit_rate if run.config.optimizer.kind in (*CACHING, "stale") else None,
     }
     for model, key in (("paper", "flops_paper"), ("executed", "flops")):
         measured[model] = _flops(run, key, _last(run))
