@@ -44,7 +44,7 @@ class Guard:
     break-even. At a debt of one such step the cache rests: the matrix is solved by the cheapest solver, and
     tried again after 32 steps, then 64, up to 1024, each time for half that debt; after a try that saved a
     whole one all is as in the beginning. Without such a try T steps cost about (1 + log2(T / 32) / 2) of them
-    more than fresh ones. Where not even hits alone would save 5%, as those of few small matrices that are
+    more than fresh ones. Where not even hits alone would save 10%, as those of few small matrices that are
     clipped, it always rests.
 
     >>> guard = Guard.of(Executed(768, 768, restarts=1))
@@ -61,7 +61,7 @@ class Guard:
     gains: dict[str, int]
     best: int  # the mean gain of a step if every probe hits
 
-    LEAST = 50
+    LEAST = 100
     DEBT = 1000
     CAP = 4000  # savings that a cache may live on when it no longer hits
     INTERVALS = (32, 1024)
