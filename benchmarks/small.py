@@ -4,10 +4,12 @@
 
 `DIR` has `train.bin` and `val.bin` in GPT-2's tokens. Three optimizers: CacheMuon, the best fresh Muon
 (GramMuon with Nesterov's momentum), and torch.optim.Muon's mathematics in float32 (its quintic, iterated on
-the matrices themselves). First the learning rate of the first two is chosen, over the same rates, by the loss
-after a shorter run; the third has GramMuon's. Then all are trained for `--steps` steps of 4 x 256 tokens,
-taking turns of 25 steps, so that a slow hour of the machine is one for all. Nothing else should run. Times
-are those of the training steps; validation and checkpoints are not in them.
+the matrices themselves). First the learning rate of the first two is chosen by the loss after a shorter run:
+0.02 and 0.04, and from the better one on the next of a ladder until that is worse; the third has GramMuon's.
+Momentum is the one that was best for both at width 256 in as many steps (docs/beyond-the-paper.md). Then all
+are trained for `--steps` steps of 4 x 256 tokens, taking turns of 25 steps, so that a slow hour of the machine
+is one for all. Nothing else should run. Times are those of the training steps; validation and checkpoints are
+not in them.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `small.json` and `small.png`, and with `--page` the table of that page.
@@ -19,6 +21,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -37,8 +40,8 @@ from cachemuon_lab.record import Run
 from cachemuon_lab.train import Interrupted, train
 
 KINDS = ("cache", "gram", "jordan")
-SHARED = OptimizerConfig("gram", momentum=0.95, nesterov=True, weight_decay=0.1, adam_lr=2e-3)
-RATES = (0.01, 0.02, 0.04)
+SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, weight_decay=0.1, adam_lr=2e-3)
+LADDER, FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16), (2, 3)  # learning rates; where the search begins
 TURN = 25  # steps
 SETTINGS = ("data.context=256", "batch_size=4", "accumulation=1", "autocast=none", "validation_batches=16")
 
@@ -59,18 +62,25 @@ class Small:
         )
         return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own))
 
-    def searched(self, kind: str) -> list[float]:
-        """The losses after shorter runs, in the order of the rates."""
-        tried = [replace(SHARED, kind=kind, lr=rate) for rate in RATES]
-        runs = self.train({f"search-{kind}-{one.lr:g}": self.config(one, self.search) for one in tried})
-        return [run.validations[-1]["loss"] for run in runs.values()]
+    def searched(self, kind: str) -> dict[float, float]:
+        """The losses after shorter runs, by learning rate: none on the ladder beside the best is missing."""
+        losses: dict[float, float] = {}
+        places: Iterable[int] = FIRST
+        while wanted := [LADDER[place] for place in places if LADDER[place] not in losses]:
+            names = {f"search-{kind}-{rate:g}": rate for rate in wanted}
+            tried = {name: replace(SHARED, kind=kind, lr=rate) for name, rate in names.items()}
+            runs = self.train({name: self.config(one, self.search) for name, one in tried.items()})
+            losses |= {rate: runs[name].validations[-1]["loss"] for name, rate in names.items()}
+            best = LADDER.index(best_of(losses))
+            places = range(max(best - 1, 0), min(best + 2, len(LADDER)))
+        return dict(sorted(losses.items()))
 
     def results(self) -> dict[str, Any]:
         """Train everything, each method at the learning rate that was best, and sum it up."""
         searched = {kind: self.searched(kind) for kind in ("cache", "gram")}
         names = {}
         for kind in KINDS:
-            rate = RATES[int(np.argmin(searched.get(kind, searched["gram"])))]
+            rate = best_of(searched.get(kind, searched["gram"]))
             names[f"{kind}-{rate:g}"] = self.config(replace(SHARED, kind=kind, lr=rate), self.steps)
         return {"searched": searched, "methods": [summary(run) for run in self.train(names).values()]}
 
@@ -88,6 +98,11 @@ class Small:
                     if not turn.over or turn.late:
                         raise
         return done
+
+
+def best_of(losses: dict[float, float]) -> float:
+    """The learning rate with the lowest loss."""
+    return min(losses, key=lambda rate: losses[rate])
 
 
 class Turn:

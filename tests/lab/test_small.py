@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ def small(monkeypatch):
     own = ("data.context=8", "batch_size=2", "accumulation=1", "autocast=none", "validation_batches=2")
     monkeypatch.setattr(module, "SETTINGS", (*own, *TINY))
     monkeypatch.setattr(module, "TURN", 2)
-    monkeypatch.setattr(module, "RATES", (0.01, 0.02))
+    monkeypatch.setattr(module, "LADDER", (0.01, 0.02))
+    monkeypatch.setattr(module, "FIRST", (0, 1))
     return module
 
 
@@ -51,13 +53,32 @@ def test_runs_take_turns_stop_in_time_and_go_on(small, data, tmp_path, monkeypat
     assert began[-9:] == 3 * names and rates["jordan"] == rates["gram"]
     assert "2 of 2 steps" in capsys.readouterr().out
     losses = results["searched"]["gram"]
-    assert rates["gram"] == (0.01, 0.02)[int(np.argmin(losses))]
+    assert losses.keys() == {0.01, 0.02} and losses[rates["gram"]] == min(losses.values())
     for row in results["methods"]:
         assert row["steps"] == [2, 4, 6] and row["seconds"] == sorted(row["seconds"])
     small.draw(results, out / "small.png")
     assert (out / "small.png").stat().st_size > 10_000
     cells = small.table(results)
     assert len(cells) == 4 and cells[2][0] == "GramMuon" and cells[2][-1] == "1.00"
+
+
+def test_the_search_climbs_until_a_rate_is_worse(small, monkeypatch):
+    losses = {0.01: 4.0, 0.02: 3.0, 0.04: 2.0, 0.08: 1.0, 0.16: 2.0}
+    monkeypatch.setattr(small, "LADDER", (0.005, *losses))
+    monkeypatch.setattr(small, "FIRST", (2, 3))
+    tried = []
+
+    def trained(self, runs):
+        tried.append([config.optimizer.lr for config in runs.values()])
+        return {
+            name: SimpleNamespace(validations=[{"loss": losses[config.optimizer.lr]}])
+            for name, config in runs.items()
+        }
+
+    monkeypatch.setattr(small.Small, "train", trained)
+    found = small.Small(Path(), Path(), steps=2, search=2).searched("gram")
+    assert tried == [[0.02, 0.04], [0.08], [0.16]]
+    assert list(found) == [0.02, 0.04, 0.08, 0.16] and small.best_of(found) == 0.08
 
 
 def test_the_time_to_a_loss_lies_between_two_validations(small):
