@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from .distributed import Homes, Shared, Work, agree_on_finite, as_replicas, by_mesh, sharded_as, shared_of
 from .groups import matrix_shape
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
@@ -39,8 +40,11 @@ class MatrixOptimizer(Optimizer):
     RECIPE: tuple[str, ...] = ("solver", "eps", "momentum", "nesterov", "step")
     """The settings that matrices must share to be worked on together; lr and decay may differ."""
 
-    def __init__(self, params: ParamsT, solver: Solver, eps: float | None, **settings: Any) -> None:
+    def __init__(
+        self, params: ParamsT, solver: Solver, eps: float | None, process_group: Any, **settings: Any
+    ) -> None:
         settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
+        settings["process_group"] = process_group
         super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **settings})
         self._kept = Kept()
 
@@ -54,8 +58,14 @@ class MatrixOptimizer(Optimizer):
         self._kept = Kept()
 
     @abstractmethod
-    def _orthogonalize(self, matrices: list[Matrix]) -> None:
-        """Accumulate momentum, find the directions, and apply them."""
+    def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
+        """Accumulate momentum, find the directions, and apply them; for what other ranks have too, with
+        them.
+        """
+
+    @abstractmethod
+    def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
+        """What each matrix of a parameter costs its owner."""
 
     @abstractmethod
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
@@ -75,6 +85,8 @@ class MatrixOptimizer(Optimizer):
         check_once(group)
         if group.get("use_muon", True):
             group.setdefault("step", max((g.get("step", 0) for g in self.param_groups), default=0))
+            if "process_group" in group:
+                group["process_group"] = as_replicas(group["process_group"])
         else:
             group = {**ADAM_DEFAULTS, **group}
         super().add_param_group(group)
@@ -107,7 +119,12 @@ class MatrixOptimizer(Optimizer):
         return loss
 
     def _step(self, named: list[list[tuple[str, Tensor]]]) -> None:
-        matrices = []
+        matrices: list[Matrix] = []
+        shared: list[Shared] = []
+        homes = self._homes()
+        present, agreed = homes.present()
+        if not agreed:
+            self._warn_missing()
         for group, members in zip(self.param_groups, named, strict=True):
             if not group["use_muon"]:
                 self._adam(group, [param for _, param in members])
@@ -115,9 +132,31 @@ class MatrixOptimizer(Optimizer):
             group["step"] += 1
             recipe = tuple(group[key] for key in self.RECIPE)
             for _, param in members:
-                matrices += matrices_of(param, group, self._matrix_state(param, group), recipe)
-        if matrices:
-            self._orthogonalize(matrices)
+                home = homes.of.get(id(param))
+                if home is None:
+                    matrices += matrices_of(param, group, self._matrix_state(param, group), recipe)
+                elif id(param) in present:
+                    shared += shared_of(param, group, self._matrix_state(param, group), recipe, home)
+        agree_on_finite(shared)
+        if matrices or shared:
+            self._orthogonalize(matrices, shared)
+
+    def _homes(self) -> Homes:
+        """Where the parameters are that other ranks have too."""
+        homes: Homes | None = self._kept.homes
+        if homes is None or not homes.fits(self.param_groups):
+            homes = self._kept.homes = Homes(self.param_groups, self._kept.parties, self._works)
+        return homes
+
+    def _warn_missing(self) -> None:
+        if not self._kept.warned:
+            self._kept.warned = True
+            warnings.warn(
+                "a parameter has a gradient on some ranks and none on others: no rank steps it. This is said "
+                "once.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _rows(self, entry: str, matrices: list[Matrix]) -> list[list[Any]]:
         """The "counters" or "residuals" of each matrix, which the host knows by heart."""
@@ -177,6 +216,10 @@ class MatrixOptimizer(Optimizer):
                 state["step"] = torch.zeros((), device=param.device if group["fused"] else "cpu")
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
+        for alike in by_mesh(params):
+            self._adam_step(group, alike)
+
+    def _adam_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
         beta1, beta2 = group["betas"]
         adam(
@@ -205,6 +248,7 @@ class MatrixOptimizer(Optimizer):
         for group in packed["param_groups"]:
             if "solver" in group:
                 group["solver"] = repr(group["solver"])
+            group.pop("process_group", None)
         return packed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -255,11 +299,15 @@ class MatrixOptimizer(Optimizer):
                     check_entry(name, param, group, entry, value)
                     restored = self._restored(param, entry, value, self.state[param][entry])
                     self.state[param][entry] = restored
+        self._kept.reconciled = False
 
     def _restored(self, param: Tensor, entry: str, saved: Tensor, loaded: Tensor) -> Tensor:
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
-        if entry in ("counters", "residuals", "transform"):
-            return saved.to(loaded.device if entry == "transform" else "cpu", copy=True)
+        if entry in ("counters", "residuals"):
+            return saved.to("cpu", copy=True)
+        if entry.startswith("transform"):
+            return saved.to(loaded.device, copy=True)
+        loaded = sharded_as(param, loaded)
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)
         return _laid_out_as(param, loaded).clone()

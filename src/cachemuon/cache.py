@@ -303,7 +303,11 @@ class CacheGNS:
         either probe: the exact one would cost another n x m x n product.
         """
         direction, Q = self.fresh.solve_with_transform(X, workspace)
-        return direction, Q, sketched_residual(z[:, : self.vectors], direction)
+        return direction, Q, self.recheck(direction, z)
+
+    def recheck(self, direction: Tensor, z: Tensor) -> Tensor:
+        """The estimated residual of fresh directions."""
+        return sketched_residual(z[:, : self.vectors], direction)
 
 
 def _repaired(Q: Tensor, factor: Tensor, candidate: Candidate, workspace: Workspace) -> Tensor:

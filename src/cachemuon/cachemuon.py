@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
-from .engine import CachedStep, Decision, Unread, blocks_for
+from .distributed import (
+    Party,
+    Shared,
+    Work,
+    apart,
+    as_replicas,
+    by_party,
+    parties_of,
+    ranks_of,
+    travel,
+    worked_on,
+)
+from .engine import CachedStep, Decision, Told, Unread, blocks_for, residuals_of
 from .flops import paper_cost, price
 from .fresh import send
-from .host import Claim
+from .host import Claim, Edits
 from .matrices import Matrix
 from .plan import Plan, cache_of, cost_of, wide_shape
 from .polar import GramNS
 from .settings import shorthand
+from .stats import AGE, NO_AGE, transform_name
 
 
 class CacheMuon(MatrixOptimizer):
@@ -78,6 +92,7 @@ class CacheMuon(MatrixOptimizer):
         guard: bool = True,
         solver: GramNS | None = None,
         max_workspace_bytes: int | None = None,
+        process_group: Any = None,
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = GramNS(shorthand(ns_coefficients, ns_steps, solver))
@@ -85,6 +100,7 @@ class CacheMuon(MatrixOptimizer):
             params,
             GramNS() if solver is None else solver,
             eps,
+            as_replicas(process_group),
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -128,29 +144,92 @@ class CacheMuon(MatrixOptimizer):
             raise ValueError(f"guard must be True or False, got {group['guard']!r}")
         cache_of(group)
 
-    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+    def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle()
-        decisions = self._decisions(matrices)
-        cached = [d for d in decisions if not d.resting]
-        step = CachedStep(self._kept, send(matrices, blocks_for(cached)))
-        step.take(decisions)
-        self._post("counters", matrices, [d.counters for d in decisions])
-        if cached:
-            self._post("residuals", matrices, [d.residuals for d in decisions])
+        if not self._kept.reconciled:
+            self._reconcile(shared)
+        wholes = [*matrices, *(s.matrix for s in shared)]
+        decisions = self._decisions(wholes)
+        of = {id(d.matrix): d for d in decisions}
+        for s in shared:
+            s.matrix.copied = s.home.copied and not of[id(s.matrix)].resting
+        copies = [s.matrix for s in shared if s.matrix.copied]
+        own, moving = apart([s for s in shared if not s.matrix.copied])
+        here = [*matrices, *copies, *own]
+        sent = [*here, *worked_on(moving)]
+        cached = [of[id(x)] for x in sent if id(x) in of and not of[id(x)].resting]
+        step = CachedStep(self._kept, send(sent, blocks_for(cached)))
+        step.take([of[id(x)] for x in here])
+        travel(moving, lambda arrived: step.take([of[id(x)] for x in arrived]), self._kept.workspace)
+        told = [of[id(s.matrix)] for s in shared if not s.matrix.copied]
+        for d in told:
+            d.follow()
+        self._post("counters", wholes, [d.counters for d in decisions])
+        if any(not d.resting for d in decisions):
+            self._post("residuals", wholes, [d.residuals for d in decisions])
         if any(d.outcome == "non-finite" for d in decisions):
             self._warn_non_finite()
         self._send(step.unread)
+        self._tell(told)
+
+    def _tell(self, told: list[Decision]) -> None:
+        """Tell the other ranks the residuals by which an owner has decided, or will."""
+        parties: dict[Party, list[Decision]] = {}
+        for d in told:
+            parties.setdefault(d.matrix.party, []).append(d)
+        for party, members in parties.items():
+            finite = [torch.stack([d.matrix.finite for d in members if d.matrix.finite is not None])]
+            self._kept.send(
+                [Told(d) for d in members], finite, [party.total(residuals_of(members)).flatten()]
+            )
+
+    def _reconcile(self, shared: list[Shared]) -> None:
+        """After loading: keep only the transforms that are worked with here, and begin anew, on all ranks,
+        where one is missing.
+        """
+        for party, members in by_party(shared).items():
+            found = []
+            for s in members:
+                state, here = s.matrix.state, s.mine or s.home.copied
+                name = transform_name(s.index, len(s.home.parts))
+                if not here:
+                    state.pop(name, None)
+                found.append(not here or name in state)
+            for s, number in zip(members, party.count(found), strict=True):
+                rows = self._kept.counters.rows(s.matrix.state["counters"])
+                if number < party.size and rows[s.index][AGE] != NO_AGE:
+                    edits = Edits(self._kept.counters)
+                    edits.rows(s.matrix.state["counters"])[s.index][AGE] = NO_AGE
+                    edits.post()
+        self._kept.reconciled = True
+
+    def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
+        policy, early = self._plan().of(param)
+        cost = cost_of(group, param)
+        if policy.always_rests:
+            return [Work(cost.baseline, 0)] * len(early)
+        due = [None] * len(early) if group["max_age"] is None else early
+        return [Work(cost.hit, cost.cold - cost.hit, at) for at in due]
 
     def _decisions(self, matrices: list[Matrix]) -> list[Decision]:
-        plan = self._kept.plan
-        if plan is None or not plan.fits(self.param_groups):
-            plan = self._kept.plan = Plan(self.param_groups)
-        found = []
+        plan, found = self._plan(), []
         known = self._rows("counters", matrices), self._rows("residuals", matrices)
         for x, counters, residuals in zip(matrices, *known, strict=True):
             policy, early = plan.of(x.whole)
             found.append(Decision(x, policy, counters, residuals, early[x.index]))
         return found
+
+    def _plan(self) -> Plan:
+        plan: Plan | None = self._kept.plan
+        if plan is None or not plan.fits(self.param_groups):
+            plan = Plan(self.param_groups)
+            differing = [
+                ranks_of(*members[0])
+                for party, members in parties_of(self.param_groups, self._kept.parties).items()
+                if not party.same(plan.digest(param for _, param in members))
+            ]
+            plan = self._kept.plan = Plan(self.param_groups, differing) if differing else plan
+        return plan
 
     def _send(self, unread: list[Unread]) -> None:
         """Send to the host what a step has left on the device: the next one will know it."""

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from .cache import Candidate, decide, gathered, probed
+from .distributed import Party
 from .fresh import ceiling_of, prepared_batches, scratch_like, solve_step
-from .host import Kept, read
+from .host import Edits, Kept, read
 from .matrices import (
     GAMMA,
+    OWNED,
     Matrix,
     Update,
     accumulate,
@@ -32,7 +34,19 @@ from .matrices import (
 from .plan import Policy
 from .polar import GramNS, Solver, cheaper, normalizer, rescale
 from .probe import random_block
-from .stats import AGE, EARLY, GUARD, NO_AGE, PROBED, REFRESHED, WAIT, count
+from .stats import (
+    AGE,
+    EARLY,
+    GUARD,
+    NO_AGE,
+    PROBED,
+    REFRESHED,
+    REFRESHES,
+    WAIT,
+    count,
+    skipped,
+    transform_name,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +66,7 @@ class Decision:
     outcome: str = ""
     scale: tuple[Tensor, int] | None = None  # of its normalization: a batch's, and its place there
     candidate: tuple[Candidate, int] | None = None
+    seen: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # residuals on the device, by column
 
     def __post_init__(self) -> None:
         self.before = counters = self.counters
@@ -62,10 +77,22 @@ class Decision:
         self.resting = guard is not None and guard.resting(counters[WAIT])
         self.probed = not self.resting and probed(self.age, self.life)
 
+    @property
+    def party(self) -> Party | None:
+        """Those who do the same with their copies; none where the matrix is worked on by its owner alone."""
+        return self.matrix.party if self.matrix.copied else None
+
     def note(self, column: int, residual: float) -> None:
         """Write down a residual."""
         self.residuals = list(self.residuals)
         self.residuals[column] = residual
+
+    def follow(self) -> None:
+        """What is known of a decision that another rank makes: all, unless a residual decides that nobody has
+        told yet.
+        """
+        if not self.outcome and (self.resting or self.matrix.group["gate"] == "lagged"):
+            self.take(True, self.residuals[PROBED])
 
     def take(self, finite: bool, residual: float = math.nan) -> None:
         """Decide, and count it."""
@@ -82,6 +109,49 @@ class Decision:
             self.counters[GUARD] = guard.after(self.outcome, *self.counters[GUARD])
 
 
+@dataclass(slots=True, eq=False)
+class Told:
+    """That the owner of a matrix tells its residuals, of the probe and of a refresh; other ranks decide by
+    them as it did.
+    """
+
+    decision: Decision
+
+    numbers = 2
+
+    def settle(self, finite: bool, numbers: list[float], counters: Edits, residuals: Edits) -> None:
+        """Write down what was told."""
+        d = self.decision
+        if d.matrix.owned:
+            return
+        probe, refresh = numbers
+        state, index, before = d.matrix.state, d.matrix.index, d.before
+        rows = counters.rows(state["counters"])
+        if d.outcome and not finite:
+            rows[index] = skipped(rows[index], before, d.counters)
+        elif not d.outcome:
+            d.take(finite, probe)
+            rows[index] = d.counters
+        lagged, row = d.matrix.group["gate"] == "lagged", residuals.rows(state["residuals"])[index]
+        if d.outcome in REFRESHES and finite:
+            row[REFRESHED] = refresh
+        if d.probed if not lagged else finite and not d.resting:
+            row[PROBED] = refresh if lagged and d.outcome in REFRESHES else probe
+
+
+def residuals_of(decisions: list[Decision]) -> Tensor:
+    """What their owners have measured at this step, `(N, 2)` on the device: zeros elsewhere."""
+    dtype, device = promoted([d.matrix for d in decisions]), decisions[0].matrix.momentum.device
+    found = torch.zeros(len(decisions), 2, dtype=dtype, device=device)
+    for row, d in zip(found.unbind(0), decisions, strict=True):
+        for column, (residual, place) in d.seen.items() if d.matrix.owned else ():
+            row[column] = residual[place]
+    return found
+
+
+GATED = ("resting", "sync", "lagged")
+
+
 class Unread(NamedTuple):
     """What a batch has left on the device: which gradients are finite, and residuals for these columns."""
 
@@ -96,7 +166,8 @@ class CachedStep:
 
     With `gate="sync"` all are probed, all readings are read together, and what was decided is done. With
     `gate="lagged"` the residuals of earlier steps decide, and this step's are left for the next. A cache that
-    rests takes part in neither.
+    rests takes part in neither. Of matrices that other ranks have too, all apply the transforms, and owners
+    solve: their residuals decide, and their transforms travel.
     """
 
     def __init__(self, kept: Kept, blocks: Mapping[Hashable, Tensor]) -> None:
@@ -105,12 +176,12 @@ class CachedStep:
 
     def take(self, decisions: list[Decision]) -> None:
         """Decide about every matrix, and do it."""
-        by_gate: dict[str, list[Decision]] = {"resting": [], "sync": [], "lagged": []}
+        alike: dict[tuple[str, Party | None], list[Decision]] = {}
         for d in decisions:
-            by_gate["resting" if d.resting else d.matrix.group["gate"]].append(d)
-        self._rest(by_gate["resting"])
-        self._sync(by_gate["sync"])
-        self._lagged(by_gate["lagged"])
+            gate = "resting" if d.resting else d.matrix.group["gate"]
+            alike.setdefault((gate, d.party), []).append(d)
+        for gate, party in sorted(alike, key=lambda pair: GATED.index(pair[0])):
+            {"resting": self._rest, "sync": self._sync, "lagged": self._lagged}[gate](alike[gate, party])
 
     def _rest(self, decisions: list[Decision]) -> None:
         """Solve by the cheapest solver, and keep nothing."""
@@ -127,69 +198,123 @@ class CachedStep:
             self._resolve(window, ceiling)
 
     def _probe(self, window: list[Decision], ceiling: int) -> tuple[list[Decision], Tensor]:
-        """Accumulate momentum, measure the residuals of what is probed, and solve at once what is not.
+        """Accumulate momentum, and measure the residuals of what is probed.
 
-        Returns an order and, on the device, whether the gradient of each is finite, then the residuals: each
-        one's of the probe or of the fresh direction.
+        Returns an order and, on the device, whether the gradient of each is finite, then those residuals.
         """
         order: list[Decision] = []
         finites, residuals = [], []
-        window = sorted(window, key=lambda d: not d.probed)
-        for batch in self._batches(window, _kind, _first_room, ceiling):
+        for batch in self._batches(sorted(window, key=_not_probed), _kind, _hit_room, ceiling):
             update, scale = self._update(batch)
-            number = sum(d.probed for d in batch)
-            if number:
+            for place, d in enumerate(batch):
+                d.scale = scale, place
+            if number := sum(d.probed for d in batch):
                 residuals.append(self._measure(batch[:number], update.U[:number], scale[:number]))
-                for place, d in enumerate(batch[:number]):
-                    d.scale = scale, place
-            if rest := batch[number:]:
-                part = slice(number, None)
-                residuals.append(self._refresh(rest, update.U[part], scale[part], update.finite[part]))
             order += batch
             finites.append(update.finite)
         device, dtype = finites[0].device, promoted([d.matrix for d in window])
-        parts = (*finites, *residuals)
-        return order, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts])
+        finite, residual = (
+            torch.cat([part.to(device, dtype, non_blocking=True) for part in parts])
+            for parts in (finites, residuals or [finites[0].new_empty(0)])
+        )
+        if (party := window[0].party) is not None and residuals:
+            residual = party.total(residual)
+        return order, torch.cat((finite, residual))
 
     def _gate(self, order: list[Decision], readings: Tensor) -> None:
         """Decide for every matrix. The one place that waits for the device: all readings at once."""
         values = read(readings)
-        for d, finite, residual in zip(order, values[: len(order)], values[len(order) :], strict=True):
+        residuals = iter(values[len(order) :])
+        for d, finite in zip(order, values[: len(order)], strict=True):
+            residual = next(residuals) if d.probed else math.nan
             d.take(bool(finite), residual)
-            if d.probed or finite:
-                d.note(PROBED if d.probed else REFRESHED, residual)
+            if d.probed:
+                d.note(PROBED, residual)
 
     def _resolve(self, window: list[Decision], ceiling: int) -> None:
-        """Apply the accepted transforms, solve where one was refused, and take the step."""
-        done = (d for d in window if d.probed and d.outcome != "non-finite")
-        for batch in self._batches(done, lambda d: (d.matrix.kind, d.outcome), _room, ceiling):
-            U = update_of([d.matrix for d in batch], self.kept.workspace)
-            scale = gathered([d.scale for d in batch if d.scale is not None])
-            if batch[0].outcome == "hit":
-                self._hit(batch, U, scale)
-            else:
-                residual = self._refresh(batch, U, scale)
-                finite = torch.ones_like(residual, dtype=torch.bool)  # as was read
-                self.unread.append(Unread(batch, finite, residual, (REFRESHED,)))
+        """Apply the accepted transforms, solve where there is none, and take the step."""
+        done = [d for d in window if d.outcome != "non-finite"]
+        hits = [d for d in done if d.outcome == "hit"]
+        for batch in self._batches(hits, _kind, _room, ceiling):
+            self._hit(batch, self._again(batch), _scale(batch))
+        misses = [d for d in done if d.outcome != "hit"]
+        if window[0].party is not None:
+            self._renew(misses, ceiling)
+            return
+        for batch in self._batches(misses, _kind, _room, ceiling):
+            residual = self._refresh(batch, self._again(batch), _scale(batch))
+            self._leave(batch, torch.ones_like(residual, dtype=torch.bool), residual)  # finite, as was read
 
     def _lagged(self, decisions: list[Decision]) -> None:
         """Decide on the residuals known from earlier steps, and do it."""
         for d in decisions:
             d.take(True, d.residuals[PROBED])
-        decisions = sorted(decisions, key=lambda d: d.outcome != "hit")
-        for batch in self._batches(decisions, _kind, _room, ceiling_of(d.matrix for d in decisions)):
+        ceiling, party = ceiling_of(d.matrix for d in decisions), decisions[0].party
+        misses: list[Decision] = []
+        for batch in self._batches(sorted(decisions, key=_not_hit), _kind, _room, ceiling):
             update, scale = self._update(batch)
             hits = sum(d.outcome == "hit" for d in batch)
             if hit := batch[:hits]:
                 U, factors, finite = update.U[:hits], scale[:hits], update.finite[:hits]
                 residual = self._measure(hit, U, factors)
+                if party is not None:
+                    residual = party.total(residual)
                 self._hit(hit, U, factors, finite, residual)
                 self.unread.append(Unread(hit, finite, residual, (PROBED,)))
             if rest := batch[hits:]:
                 U, factors, finite = update.U[hits:], scale[hits:], update.finite[hits:]
-                residual = self._refresh(rest, U, factors, finite)
-                # The gate decides on the last one known for its transform: after a refresh on that one's.
-                self.unread.append(Unread(rest, finite, residual, (PROBED, REFRESHED)))
+                if party is None:
+                    # The gate decides on the last one known for its transform: after a refresh on that one's.
+                    self._leave(rest, finite, self._refresh(rest, U, factors, finite))
+                    continue
+                for place, d in enumerate(rest):
+                    d.scale = factors, place
+                misses += rest
+        if party is not None:
+            self._renew(misses, ceiling)
+
+    def _renew(self, decisions: list[Decision], ceiling: int) -> None:
+        """Refresh what other ranks have too: the owner solves, all get its transform and apply it.
+
+        All ranks do so with the same calls, so that their copies of a parameter stay equal to the last bit.
+        """
+        for bucket in batches(decisions, _precision, _transform_bytes, max(ceiling // 4, 1)):
+            party: Party = bucket[0].matrix.party
+            made: dict[int, Tensor] = {}
+            for batch in self._batches((d for d in bucket if d.matrix.owned), _kind, _room, ceiling):
+                X = rescale(self._again(batch, _masked(batch)), _scale(batch))
+                Q = batch[0].policy.cache.fresh.transform(X, self.kept.workspace)
+                made |= {id(d.matrix): one for d, one in zip(batch, Q.clone().unbind(0), strict=True)}
+            matrices = [d.matrix for d in bucket]
+            transforms = dict(zip(map(id, matrices), party.spread(matrices, made), strict=True))
+            for batch in self._batches(bucket, _kind, _room, ceiling):
+                finite = _masked(batch)
+                U, Q = self._again(batch, finite), stack([transforms[id(d.matrix)] for d in batch])
+                residual = self._renewed(batch, U, Q, finite)
+                known = torch.ones_like(residual, dtype=torch.bool) if finite is None else finite
+                self._leave(batch, known, party.total(residual))
+
+    def _renewed(self, batch: list[Decision], U: Tensor, Q: Tensor, finite: Tensor | None) -> Tensor:
+        """Apply new transforms, keep them, and take the step. Returns the residuals of owned directions."""
+        matrices, workspace, cache = [d.matrix for d in batch], self.kept.workspace, batch[0].policy.cache
+        D = cache.apply(U, _scale(batch), Q, Candidate(), workspace)
+        residual = torch.zeros_like(D[:, 0, 0])
+        for place, x in enumerate(matrices):
+            if x.owned:
+                residual[place] = cache.recheck(D[place], self._block(batch))
+        _keep([_transform(x) for x in matrices], Q, finite)
+        descend(matrices, D.mul_(step_lengths(matrices, D, finite)), finite)
+        return residual
+
+    def _leave(self, batch: list[Decision], finite: Tensor, residual: Tensor) -> None:
+        """What a refresh has left on the device."""
+        lagged = batch[0].matrix.group["gate"] == "lagged"
+        self.unread.append(Unread(batch, finite, residual, (PROBED, REFRESHED) if lagged else (REFRESHED,)))
+        for place, d in enumerate(batch):
+            d.seen[REFRESHED] = residual, place
+
+    def _again(self, batch: list[Decision], finite: Tensor | None = None) -> Tensor:
+        return update_of([d.matrix for d in batch], self.kept.workspace, finite)
 
     def _batches(
         self,
@@ -214,6 +339,10 @@ class CachedStep:
         residual, candidate = cache.measure(U, scale, Q, self._block(batch), self.kept.workspace)
         for place, d in enumerate(batch):
             d.candidate = candidate, place
+            d.seen[PROBED] = residual, place
+        if batch[0].party is not None:  # the owner's counts
+            owned = factor([d.matrix for d in batch], OWNED, residual)
+            residual = torch.where(owned > 0, residual, 0)
         return residual
 
     def _hit(
@@ -273,8 +402,35 @@ def _kind(d: Decision) -> Hashable:
     return d.matrix.kind
 
 
-def _first_room(d: Decision) -> int:
-    return d.policy.hit_room if d.probed else d.policy.solve_room
+def _not_probed(d: Decision) -> bool:
+    return not d.probed
+
+
+def _not_hit(d: Decision) -> bool:
+    return d.outcome != "hit"
+
+
+def _hit_room(d: Decision) -> int:
+    return d.policy.hit_room
+
+
+def _transform_bytes(d: Decision) -> int:
+    return 2 * d.matrix.shape[0] ** 2 * d.matrix.precision.itemsize
+
+
+def _scale(batch: list[Decision]) -> Tensor:
+    return gathered([d.scale for d in batch if d.scale is not None])
+
+
+def _masked(batch: list[Decision]) -> Tensor | None:
+    """Which gradients are finite, of matrices that other ranks have too; None where that was read."""
+    if batch[0].matrix.group["gate"] == "sync":
+        return None
+    return torch.stack([d.matrix.finite for d in batch if d.matrix.finite is not None])
+
+
+def _precision(d: Decision) -> Hashable:
+    return d.matrix.precision, d.matrix.momentum.device
 
 
 def _room(d: Decision) -> int:
@@ -310,14 +466,12 @@ def _cut(D: Tensor, lengths: Tensor, good: Tensor) -> Tensor:
 
 
 def _transform(x: Matrix) -> Tensor:
-    """The matrix's place in its parameter's `transform`, which is made on first use."""
-    n = x.shape[0]
-    if "transform" not in x.state:
-        number = len(x.state["counters"])
-        shape = (n, n) if number == 1 else (number, n, n)
-        x.state["transform"] = x.momentum.new_zeros(shape, dtype=x.precision)
-    transform: Tensor = x.state["transform"]
-    return transform if transform.ndim == 2 else transform[x.index]
+    """The matrix's transform, which is made on first use, where it is worked on."""
+    n, name = x.shape[0], transform_name(x.index, len(x.state["counters"]))
+    if name not in x.state:
+        x.state[name] = x.momentum.new_zeros((n, n), dtype=x.precision)
+    transform: Tensor = x.state[name]
+    return transform
 
 
 def _keep(transforms: list[Tensor], Q: Tensor, finite: Tensor | None) -> None:

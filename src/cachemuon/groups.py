@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -97,6 +98,8 @@ def param_groups(
 
     `muon` and `adam` are settings for the groups of that kind; `head` and `overrides` are those of
     `routes`. Conv1d weights, which are 3-D as expert weights are, get a Muon group with `view="flatten"`.
+    Under `DistributedDataParallel` Muon's groups know its `process_group`, and ranks share the work; what it
+    was told to ignore is each rank's own.
 
     >>> groups = param_groups(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), adam=dict(lr=2e-3))
     >>> [(g["use_muon"], g.get("lr"), [name for name, _ in g["params"]]) for g in groups]
@@ -108,12 +111,38 @@ def param_groups(
     routed = list(_routed(model, head, overrides))
     groups = ParamGroups()
     groups.routes = tuple(route for _, route in routed)
-    for use_muon, view, settings in ((True, "auto", muon), (True, "flatten", muon), (False, None, adam)):
-        params = [(r.name, p) for p, r in routed if (r.use_muon, r.view) == (use_muon, view)]
-        group = {"params": params, "use_muon": use_muon, **(settings or {})}
-        if params:
-            groups.append({**group, "view": view} if view == "flatten" else group)
+    replicas = _replicas(model)
+    kinds: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
+    for param, route in routed:
+        if route.use_muon is not None:
+            shared = replicas.get(route.name) if route.use_muon else None
+            kinds.setdefault((not route.use_muon, route.view or "", shared), []).append((route.name, param))
+    for (adams, view, shared), params in sorted(kinds.items(), key=lambda item: item[0][:2]):
+        group = {"params": params, "use_muon": not adams}
+        if view == "flatten":
+            group["view"] = view
+        if shared is not None:
+            group["process_group"] = shared
+        groups.append({**group, **((adam if adams else muon) or {})})
+    if kinds and all(adams for adams, _, _ in kinds):
+        warnings.warn(
+            f"Muon gets none of the {len(routed)} parameters of this model, Adam all that are trained; "
+            f"print(param_groups(model)) shows why",
+            UserWarning,
+            stacklevel=2,
+        )
     return groups
+
+
+def _replicas(model: nn.Module) -> dict[str, Any]:
+    """The process group of every parameter, by name, that DistributedDataParallel keeps equal."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            for name, _ in module.module.named_parameters():
+                if name not in module.parameters_to_ignore:
+                    found[f"{path}.module.{name}".lstrip(".")] = module.process_group
+    return found
 
 
 def routes(
@@ -184,6 +213,11 @@ def _sites(model: nn.Module) -> dict[nn.Parameter, list[_Site]]:
 def _routed(model: nn.Module, head: str, overrides: Overrides | None) -> Iterator[tuple[nn.Parameter, Route]]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "model must keep the shapes of its matrices, got one of FullyShardedDataParallel, which flattens "
+            "them; torch.distributed.fsdp.fully_shard (FSDP2) keeps them"
+        )
     if head not in _CHOICES:
         raise ValueError(f"head must be one of {_CHOICES}, got {head!r}")
     found, output_head = _sites(model), _output_head(model)

@@ -7,10 +7,10 @@ copy from pinned memory; whatever it must read is read in `read`, or arrives bes
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -146,6 +146,31 @@ class Claim:
     after: list[int]
     columns: tuple[int, ...] = ()
 
+    @property
+    def numbers(self) -> int:
+        """How many residuals are on their way."""
+        return 1 if self.columns else 0
+
+    def settle(self, finite: bool, numbers: list[float], counters: Edits, residuals: Edits) -> None:
+        """Write down what has arrived."""
+        if not finite:
+            rows = counters.rows(self.state["counters"])
+            rows[self.index] = skipped(rows[self.index], self.before, self.after)
+            return
+        for column in self.columns:
+            residuals.rows(self.state["residuals"])[self.index][column] = numbers[0]
+
+
+class Pending(Protocol):
+    """What waits for readings: `Claim`, or what another rank decides."""
+
+    @property
+    def numbers(self) -> int:
+        """How many residuals are on their way."""
+
+    def settle(self, finite: bool, numbers: list[float], counters: Edits, residuals: Edits) -> None:
+        """Write down what has arrived."""
+
 
 @dataclass
 class Kept:
@@ -154,13 +179,16 @@ class Kept:
     workspace: Workspace = field(default_factory=Workspace)
     counters: Ledger = field(default_factory=Ledger)
     residuals: Ledger = field(default_factory=Ledger)
-    sent: list[tuple[Readback, list[Claim]]] = field(default_factory=list)
+    sent: list[tuple[Readback, Sequence[Pending]]] = field(default_factory=list)
     plan: Any = None
+    homes: Any = None
+    parties: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    reconciled: bool = False  # with other ranks, since the state was made or loaded
     warned: bool = False
 
-    def send(self, claims: list[Claim], finite: list[Tensor], residuals: list[Tensor]) -> None:
-        """Send to the host, in the order of the claims, which of them hold, and the residuals of those that
-        have columns for one.
+    def send(self, claims: Sequence[Pending], finite: list[Tensor], residuals: list[Tensor]) -> None:
+        """Send to the host, in the order of the claims, which of them hold, and the residuals that they wait
+        for.
         """
         parts = [*finite, *residuals]
         device, dtype = parts[0].device, reduce(torch.promote_types, (part.dtype for part in parts))
@@ -179,14 +207,8 @@ class Kept:
             held = held and all(finites)
             counters, residuals = Edits(self.counters), Edits(self.residuals)
             for claim, finite in zip(claims, finites, strict=True):
-                residual = next(values) if claim.columns else None
-                if finite and residual is not None:
-                    row = residuals.rows(claim.state["residuals"])[claim.index]
-                    for column in claim.columns:
-                        row[column] = residual
-                if not finite:
-                    rows = counters.rows(claim.state["counters"])
-                    rows[claim.index] = skipped(rows[claim.index], claim.before, claim.after)
+                numbers = [float(next(values)) for _ in range(claim.numbers)]
+                claim.settle(finite, numbers, counters, residuals)
             counters.post()
             residuals.post()
         return held

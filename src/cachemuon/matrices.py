@@ -26,6 +26,10 @@ from .workspace import Workspace
 class Matrix:
     """One matrix at one step. `grad` and `momentum` are rows x cols; `param` is the parameter itself, or its
     slice where the parameter is a stack.
+
+    One that other ranks have too belongs to a party, and to one owner there. Where it is sharded, its update
+    has `arrived` at the owner, rows x cols, and its step will be `leaving`: `param`, `grad` and `momentum`
+    are not the whole of it then.
     """
 
     whole: Tensor  # the parameter
@@ -38,7 +42,24 @@ class Matrix:
     shape: tuple[int, int]  # (n, m), wide
     tall: bool  # worked on as its transpose
     index: int = 0  # in the stack
-    factors: Tensor | None = None  # `-lr ratio`, `-lr weight_decay` and gamma, on the device
+    factors: Tensor | None = None  # `-lr ratio`, `-lr weight_decay`, gamma and `owned`, on the device
+    party: Any = None  # distributed.Party
+    owner: int = 0  # its rank there
+    copied: bool = False  # whole on all ranks of its party, and worked on by all
+    finite: Tensor | None = None  # whether its gradient is, on all ranks
+    arrived: Tensor | None = None
+    leaving: Tensor | None = None
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank is the one that solves for it."""
+        return self.party is None or self.owner == self.party.rank
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns."""
+        n, m = self.shape
+        return (m, n) if self.tall else (n, m)
 
     @property
     def precision(self) -> torch.dtype:
@@ -121,12 +142,17 @@ class Update:
 def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
     """`M <- momentum M + (1 - momentum) G` for each matrix.
 
-    The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum.
+    The decision is made on the device: a matrix whose average has a NaN or Inf keeps its momentum. What has
+    arrived from other ranks was accumulated there.
     """
+    if batch[0].arrived is not None:
+        return Update(update_of(batch, workspace), _agreed(batch), None)
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
     updated = torch.lerp(M, G, 1 - batch[0].group["momentum"], out=workspace.like("scratch", M))
     peak = peak_of(updated)
     finite = torch.isfinite(peak)
+    if batch[0].finite is not None:
+        finite &= _agreed(batch).view(-1, 1, 1)
     torch.where(finite, updated, M, out=M)
     if len(batch) > 1:
         torch._foreach_copy_([x.momentum for x in batch], list(M.unbind(0)))
@@ -137,12 +163,22 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
     return Update(_wide(batch, M), finite.flatten(), torch.where(finite, peak, 1))
 
 
-def update_of(batch: list[Matrix], workspace: Workspace) -> Tensor:
-    """The same `U` again, when every gradient is known to be finite."""
+def update_of(batch: list[Matrix], workspace: Workspace, finite: Tensor | None = None) -> Tensor:
+    """The same `U` again. `finite=None` promises that every gradient is."""
+    if batch[0].arrived is not None:
+        return _wide(batch, stack([x.arrived for x in batch if x.arrived is not None]))
     M = stack([x.momentum for x in batch])
     if not batch[0].group["nesterov"]:
         return _wide(batch, M)
-    return _ahead(batch, stack([x.grad for x in batch]), M, workspace)
+    G = stack([x.grad for x in batch])
+    if finite is not None:
+        G = torch.where(finite.view(-1, 1, 1), G, M)
+    return _ahead(batch, G, M, workspace)
+
+
+def _agreed(batch: list[Matrix]) -> Tensor:
+    """Which gradients are finite on all ranks, `(B,)`."""
+    return torch.stack([x.finite for x in batch if x.finite is not None])
 
 
 def _ahead(batch: list[Matrix], G: Tensor, M: Tensor, workspace: Workspace) -> Tensor:
@@ -155,12 +191,13 @@ def _wide(batch: list[Matrix], tensor: Tensor) -> Tensor:
     return tensor.mT if batch[0].tall else tensor
 
 
-LENGTH, DECAY, GAMMA = range(3)
+LENGTH, DECAY, GAMMA, OWNED = range(4)
 """The columns of `factors_of`."""
 
 
 def factors_of(matrices: list[Matrix]) -> Tensor:
-    """`-lr ratio`, `-lr weight_decay` and gamma (0 without a cache) of each matrix, `(N, 3)` on the host.
+    """`-lr ratio`, `-lr weight_decay`, gamma (0 without a cache) and whether this rank is the owner, for each
+    matrix, `(N, 4)` on the host.
 
     An lr that lies on a device is left out: `assign_factors` multiplies with it there.
     """
@@ -168,8 +205,8 @@ def factors_of(matrices: list[Matrix]) -> Tensor:
     for x in matrices:
         group = x.group
         lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
-        ratio = lr_ratio(group["adjust_lr_fn"], *x.grad.shape)
-        rows.append((-lr * ratio, -lr * group["weight_decay"], group.get("gamma", 0.0)))
+        ratio = lr_ratio(group["adjust_lr_fn"], *x.sides)
+        rows.append((-lr * ratio, -lr * group["weight_decay"], group.get("gamma", 0.0), float(x.owned)))
     return torch.tensor(rows, dtype=promoted(matrices), device="cpu")
 
 
@@ -199,15 +236,25 @@ def step_lengths(batch: list[Matrix], like: Tensor, finite: Tensor | None = None
 def descend(batch: list[Matrix], steps: Tensor, finite: Tensor | None = None) -> None:
     """`W <- W - lr weight_decay W + step`; where a gradient was not finite, W stays.
 
-    `steps`, wide `(B, n, m)`, carry their lengths. `finite=None` promises that every gradient is.
+    `steps`, wide `(B, n, m)`, carry their lengths. `finite=None` promises that every gradient is. What has
+    arrived from other ranks is left to go back.
     """
+    own = list(_wide(batch, steps).unbind(0))
+    if batch[0].arrived is None:
+        add(batch, own, finite)
+        return
+    for x, step in zip(batch, own, strict=True):
+        x.leaving = step.clone(memory_format=torch.contiguous_format)
+
+
+def add(batch: list[Matrix], steps: list[Tensor], finite: Tensor | None) -> None:
+    """The same, for steps that lie as their parameters do."""
     params = [x.param for x in batch]
     if any(x.group["weight_decay"] for x in batch):
-        torch._foreach_addcmul_(params, params, list(factor(batch, DECAY, steps, finite).unbind(0)))
-    own = list(_wide(batch, steps).unbind(0))
-    if params[0].ndim > 2:
-        own = [step.reshape(param.shape) for step, param in zip(own, params, strict=True)]
-    torch._foreach_add_(params, own)
+        torch._foreach_addcmul_(params, params, list(factor(batch, DECAY, steps[0], finite).unbind(0)))
+    if any(param.ndim > 2 for param in params):  # a convolution may have the sides of a linear layer
+        steps = [step.reshape(param.shape) for step, param in zip(steps, params, strict=True)]
+    torch._foreach_add_(params, steps)
 
 
 def factor(batch: list[Matrix], column: int, like: Tensor, finite: Tensor | None = None) -> Tensor:

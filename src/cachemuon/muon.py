@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .base import MatrixOptimizer
+from .distributed import Shared, Work, apart, as_replicas, travel, worked_on
 from .flops import Executed, executed_by, paper_cost
 from .fresh import send, solve_step
+from .groups import matrix_shape
 from .host import Claim
 from .matrices import Matrix
 from .plan import wide_shape
@@ -54,6 +56,7 @@ class Muon(MatrixOptimizer):
         *,
         solver: Solver | None = None,
         max_workspace_bytes: int | None = None,
+        process_group: Any = None,
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = StandardNS(shorthand(ns_coefficients, ns_steps, solver))
@@ -61,6 +64,7 @@ class Muon(MatrixOptimizer):
             params,
             AutoNS() if solver is None else solver,
             eps,
+            as_replicas(process_group),
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -69,13 +73,27 @@ class Muon(MatrixOptimizer):
             max_workspace_bytes=max_workspace_bytes,
         )
 
-    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+    def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle(wait=False)  # a gradient that was not finite is told when that is known
-        send(matrices, {})
-        self._claim("fresh", solve_step(matrices, self._kept, lambda x: x.group["solver"]), matrices)
+        own, moving = apart(shared)
+        send([*matrices, *own, *worked_on(moving)], {})
+        done = list(self._solved(matrices))
+        list(self._solved(own))
+        travel(moving, lambda arrived: list(self._solved(arrived)), self._kept.workspace)
+        done += [([s.matrix], s.matrix.finite.view(1)) for s in shared if s.matrix.finite is not None]
+        self._claim("fresh", done, [*matrices, *(s.matrix for s in shared)])
+
+    def _solved(self, matrices: list[Matrix]) -> Iterator[tuple[list[Matrix], Tensor]]:
+        return solve_step(matrices, self._kept, lambda x: x.group["solver"])
+
+    def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
+        number = matrix_shape(param.shape, group["view"])[0]
+        n, m = wide_shape(group, param)
+        flops, _ = self._price(group, param, {"fresh": 1})
+        return [Work(flops or n * n * m, 0)] * number
 
     def _claim(
-        self, outcome: str, done: Iterator[tuple[list[Matrix], Tensor]], matrices: list[Matrix]
+        self, outcome: str, done: Iterable[tuple[list[Matrix], Tensor]], matrices: list[Matrix]
     ) -> None:
         """Count an outcome for all matrices, as if all gradients were finite, and send whether they were."""
         flags, order = [], []

@@ -5,19 +5,33 @@ A plan is a pure function of the parameter groups: of shapes and settings, never
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
 
 from .cache import CacheGNS
+from .distributed import ranks_of
 from .flops import Executed, executed_by
 from .groups import matrix_shape
 from .guard import Guard
 from .polar import computed_in
 from .workspace import hit_bytes, solve_bytes
 
-SETTINGS = ("solver", "probe", "vectors", "clip", "max_norm", "gate", "guard", "max_age", "view")
+SETTINGS = (
+    "solver",
+    "probe",
+    "vectors",
+    "clip",
+    "max_norm",
+    "gate",
+    "guard",
+    "max_age",
+    "view",
+    "process_group",
+)
 """The settings of a group that a plan depends on."""
 
 
@@ -83,24 +97,35 @@ class Plan:
     Transforms that were all made at the first step would all be due at one step. So first lives have all
     lengths, and each step gets about the same FLOPs of refreshes from then on; those of one shape together,
     as far as that goes, since they are solved as one batch.
+
+    Ranks that share parameters must come to the same plan for them. They do if they have parameters of the
+    same shapes; the parameters of ranks that have not are planned `apart`, as if there were no others.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.key = _key(groups)
+    def __init__(self, groups: list[dict[str, Any]], apart: Collection[tuple[int, ...]] = ()) -> None:
+        self.key, self.apart = _key(groups), apart
         self._places: dict[int, tuple[Policy, list[int]]] = {}
+        members = [
+            (group, param)
+            for group in groups
+            for param in (group["params"] if group["use_muon"] else ())
+            if param.numel()  # others are never stepped
+        ]
+        self._spread(members)
+        for ranks in apart:
+            self._spread([pair for pair in members if ranks_of(*pair) == ranks])
+
+    def _spread(self, members: list[tuple[dict[str, Any], Tensor]]) -> None:
         kinds: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
-        for group in groups:
-            for param in group["params"] if group["use_muon"] else ():
-                if not param.numel():
-                    continue  # it is never stepped
-                kind = (id(group), param.shape, param.dtype, param.device)
-                kinds.setdefault(kind, []).append((group, param))
+        for group, param in members:
+            kind = (id(group), param.shape, param.dtype, param.device)
+            kinds.setdefault(kind, []).append((group, param))
         due: dict[int, list[tuple[int, list[int], int]]] = {}  # by max_age: the FLOPs, and where to write
-        for members in kinds.values():
-            group, param = members[0]
+        for alike in kinds.values():
+            group, param = alike[0]
             number = matrix_shape(param.shape, group["view"])[0]
-            policy = Policy.of(group, param, number * len(members))
-            for _, param in members:
+            policy = Policy.of(group, param, number * len(alike))
+            for _, param in alike:
                 early = [0] * number
                 self._places[id(param)] = policy, early
                 if group["max_age"] and not policy.always_rests:
@@ -110,6 +135,14 @@ class Plan:
             steps = spread([flops for flops, _, _ in entries], max_age + 1)
             for (_, early, i), step in zip(entries, steps, strict=True):
                 early[i] = step
+
+    def digest(self, params: Iterable[Tensor]) -> int:
+        """A number that tells plans for these parameters apart."""
+        told = []
+        for param in params:
+            policy, early = self.of(param)
+            told.append((early, policy.guard))
+        return int.from_bytes(blake2b(repr(told).encode(), digest_size=7).digest(), "little")
 
     def of(self, param: Tensor) -> tuple[Policy, list[int]]:
         """The policy of a parameter, and `early` of each of its matrices."""

@@ -215,6 +215,10 @@ class GramNS(Solver):
         """The direction of a batch of normalized wide matrices, and its transform `Q (B, n, n)`."""
         return self._iterate(X, workspace, compose=True)
 
+    def transform(self, X: Tensor, workspace: Workspace) -> Tensor:
+        """That transform alone, for those who apply it elsewhere."""
+        return self._iterate(X, workspace, compose=True, apply=False)[1]
+
     def with_transform(self, M: Tensor) -> tuple[Tensor, Tensor]:
         """FreshGNS, Algorithm A.3: the direction, and the left transform Q that makes it.
 
@@ -225,7 +229,9 @@ class GramNS(Solver):
             direction, Q = self.solve_with_transform(widen(M, self.eps), Workspace())
         return restore(direction, M), Q.reshape(*M.shape[:-2], *Q.shape[-2:])
 
-    def _iterate(self, X: Tensor, workspace: Workspace, *, compose: bool) -> tuple[Tensor, Tensor]:
+    def _iterate(
+        self, X: Tensor, workspace: Workspace, *, compose: bool, apply: bool = True
+    ) -> tuple[Tensor, Tensor]:
         dtype = self.precision(X)
         triples, ends = self.schedule.triples, (*self.restarts_at(X.shape[-2], X.shape[-1], dtype), None)
         Y = X.to(dtype)
@@ -234,8 +240,9 @@ class GramNS(Solver):
         for begin, end in zip((0, *ends[:-1]), ends, strict=True):
             symmetric(Y, Y.mT, R)
             Q = gram_transform(R, triples[begin:end], workspace)
-            Y = torch.bmm(Q, Y, out=target)
-            target, spare = spare, target
+            if apply or end is not None:
+                Y = torch.bmm(Q, Y, out=target)
+                target, spare = spare, target
             if compose:
                 # Of its own: the next segment overwrites Q.
                 kept = Q.to(X.dtype, copy=end is not None)

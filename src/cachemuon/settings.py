@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .distributed import check_sharding
 from .groups import matrix_shape
 from .matrices import ADJUST_LR_FNS
 from .polar import Solver
 from .schedules import QUINTIC, Schedule
-from .stats import COLUMNS, RESIDUALS
+from .stats import COLUMNS, RESIDUALS, transform_name
 
 ADAM_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -88,8 +89,8 @@ def check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, sav
     expected = {
         "counters": (number, len(COLUMNS)),
         "residuals": (number, len(RESIDUALS)),
-        "transform": (n, n) if number == 1 else (number, n, n),
         "momentum_buffer": tuple(param.shape),
+        **{transform_name(index, number): (n, n) for index in range(number)},
     }
     if entry in expected and tuple(saved.shape) != expected[entry]:
         raise ValueError(
@@ -104,10 +105,7 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
     if param.layout != torch.strided:
         raise ValueError(f"{name}: parameters must be dense, got {param.layout}")
-    if hasattr(param, "placements"):
-        raise ValueError(
-            f"{name}: sharded parameters (DTensor) are not supported, got {type(param).__name__}"
-        )
+    check_sharding(name, param)
     if not group["use_muon"]:
         return
     if param.ndim < 2:

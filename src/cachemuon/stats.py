@@ -73,6 +73,17 @@ NO_AGE = -1
 """The age of a transform that doesn't exist."""
 
 
+def transform_name(index: int, number: int) -> str:
+    """What the state of a parameter calls the transform of one of its `number` matrices.
+
+    Each has an entry of its own, since they may be kept on different ranks.
+
+    >>> transform_name(0, 1), transform_name(2, 8)
+    ('transform', 'transform.2')
+    """
+    return "transform" if number == 1 else f"transform.{index}"
+
+
 def new_counters() -> list[int]:
     """The counters of a matrix that has not been seen yet."""
     return [0] * len(OUTCOMES) + [NO_AGE, -1, 0, 0, 0, 0]

@@ -21,6 +21,7 @@ from cachemuon.cache import Candidate
 from cachemuon.groups import matrix_shape
 from cachemuon.plan import cache_of
 from cachemuon.probe import random_block
+from cachemuon.stats import transform_name
 from cachemuon.workspace import Workspace
 from cachemuon_lab.config import RunConfig
 
@@ -69,8 +70,8 @@ class GateObserver:
             return
         ages = {name: entry["age"] for name, entry in self.optimizer.cache_stats()["matrices"].items()}
         for name, state, _, index in _matrices(self.optimizer):
-            if "transform" in state and ages[name] is not None:
-                transform = state["transform"] if state["transform"].ndim == 2 else state["transform"][index]
+            transform = state.get(transform_name(index, len(state["counters"])))
+            if transform is not None and ages[name] is not None:
                 self._cached[name] = transform.clone(), ages[name] + 1
         self._momenta = _momenta(self.optimizer)
 

@@ -25,6 +25,7 @@ from cachemuon import (
     param_groups,
 )
 from cachemuon.base import MatrixOptimizer
+from cachemuon.distributed import Shared
 from cachemuon.fresh import directions, send
 from cachemuon.groups import matrix_shape
 from cachemuon.matrices import Matrix, accumulate, descend, step_lengths
@@ -95,7 +96,9 @@ class StaleMuon(Muon):
             if group["use_muon"]:
                 group.setdefault("period", period)
 
-    def _orthogonalize(self, matrices: list[Matrix]) -> None:
+    def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
+        if shared:
+            raise ValueError("StaleMuon must have parameters of its own, got some that are sharded or shared")
         self._settle(wait=False)
         send(matrices, {})
         by_group: dict[int, list[Matrix]] = {}
@@ -144,9 +147,9 @@ class Meter:
         if isinstance(optimizer, MatrixOptimizer):
             orthogonalize = optimizer._orthogonalize
 
-            def timed(matrices: list[Matrix]) -> None:
+            def timed(*args: Any) -> None:
                 began = self.now()
-                orthogonalize(matrices)
+                orthogonalize(*args)
                 self.seconds["orthogonalization_seconds"] = self.now() - began
 
             optimizer.__dict__["_orthogonalize"] = timed

@@ -257,6 +257,11 @@ def test_lstm():
     assert found["fc.weight"] == (False, "output head")
 
 
+def test_a_model_without_matrices_is_told_so():
+    with pytest.warns(UserWarning, match="Muon gets none of the 2 parameters"):
+        param_groups(nn.Sequential(nn.LayerNorm(8)))
+
+
 def test_frozen_parameters_are_in_no_group_but_have_a_route():
     model = mlp()
     model[2].requires_grad_(False)
@@ -469,6 +474,7 @@ def compositions(inner):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Muon gets none")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.recursive(leaves(), compositions, max_leaves=6), st.sampled_from(["adam", "muon"]))
 def test_every_trainable_parameter_is_in_exactly_one_group(model, head):

@@ -1,0 +1,143 @@
+"""Many ranks do what one does: the same parameters, the same decisions, one copy of what is sharded."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from cachemuon import CacheMuon, Muon
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+STEPS = 30
+SHAPES = [(40, 64), (24, 24), (48, 20), (7, 32), (40, 64), (6, 16, 24), (8, 3, 3, 3), (24, 24)]
+RESTING = [(12, 20), (5, 16, 9)]  # whose guard finds that they are too small for a cache
+PLACEMENTS = {  # by layout: the mesh for a number of ranks, and what is done along its dimensions
+    "fsdp": (lambda world: (world,), ("shard0",)),
+    "columns": (lambda world: (world,), ("shard1",)),
+    "hsdp": (lambda world: (2, world // 2), ("replicate", "shard0")),
+    "grid": (lambda world: (2, world // 2), ("shard0", "shard1")),
+    "copies": (lambda world: (world,), ("replicate",)),
+}
+VARIANTS = {
+    "muon": lambda groups, **more: Muon(groups, lr=0.05, **more),
+    "cache": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, **more),
+    "lagged": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, gate="lagged", **more),
+    "paper": lambda groups, **more: CacheMuon.paper(groups, lr=0.05, gamma=1.0, **more),
+}
+
+
+def start(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES + RESTING]
+
+
+def gradients(step, dtype):
+    """They turn slowly, and at every seventh step all at once: hits, and residual misses."""
+    kept, new = (torch.Generator().manual_seed(seed) for seed in (100 + step // 7, 1000 + step))
+    return [
+        torch.randn(shape, generator=kept, dtype=dtype) + 0.1 * torch.randn(shape, generator=new, dtype=dtype)
+        for shape in SHAPES + RESTING
+    ]
+
+
+def trained(variant, dtype, put, **more):
+    params = [nn.Parameter(put(value)) for value in start(dtype)]
+    groups = [{"params": params}]
+    if variant in ("cache", "lagged"):
+        groups = [
+            {"params": params[: len(SHAPES)], "guard": False},
+            {"params": params[len(SHAPES) :], "guard": True},
+        ]
+    optimizer = VARIANTS[variant](groups, **more)
+    for step in range(STEPS):
+        for param, gradient in zip(params, gradients(step, dtype), strict=True):
+            param.grad = put(gradient)
+        optimizer.step()
+    return params, optimizer
+
+
+def told(params, optimizer):
+    """What the test compares: whole parameters, what was decided, and how many numbers transforms have."""
+    stats = optimizer.cache_stats()["matrices"]
+    return {
+        "params": [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in params],
+        "decided": {name: (entry["hits"], entry["misses"], entry["age"]) for name, entry in stats.items()},
+        "residuals": {name: (entry["residual"], entry["refresh_residual"]) for name, entry in stats.items()},
+        "transforms": sum(
+            value.numel()
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key.startswith("transform")
+        ),
+    }
+
+
+def train_on_a_rank(rank, world, layout, variant, dtype):
+    if layout == "ddp":
+        return told(*trained(variant, dtype, torch.clone, process_group=dist.group.WORLD))
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    shape, names = PLACEMENTS[layout]
+    mesh = init_device_mesh("cpu", shape(world))
+    kinds = {"shard0": Shard(0), "shard1": Shard(1), "replicate": Replicate()}
+    placements = [kinds[name] for name in names]
+    return told(*trained(variant, dtype, lambda value: distribute_tensor(value, mesh, placements)))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same training on one rank, each made once."""
+    made = {}
+
+    def of(variant, dtype):
+        if (variant, dtype) not in made:
+            made[variant, dtype] = told(*trained(variant, dtype, torch.clone))
+        return made[variant, dtype]
+
+    return of
+
+
+CASES = [
+    *(("ddp", world, "cache") for world in (2, 3, 4)),
+    *(("fsdp", world, "cache") for world in (2, 3, 4)),
+    *((layout, world, variant) for layout, world in (("ddp", 2), ("fsdp", 3)) for variant in VARIANTS),
+    *((layout, 4, variant) for layout in ("hsdp", "grid") for variant in ("muon", "cache", "lagged")),
+    ("columns", 3, "cache"),
+    ("copies", 2, "cache"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(("layout", "world", "variant"), dict.fromkeys(CASES))
+def test_ranks_train_as_one_does(ranks, alone, layout, world, variant, dtype):
+    answers = ranks(train_on_a_rank, world, layout, variant, dtype)
+    expected = alone(variant, dtype)
+    limit = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    for answer in answers:
+        for param, wanted in zip(answer["params"], expected["params"], strict=True):
+            assert float((param - wanted).norm() / wanted.norm()) <= limit
+        for param, first in zip(answer["params"], answers[0]["params"], strict=True):
+            assert torch.equal(param, first)  # copies never drift apart
+        assert answer["decided"] == expected["decided"]
+        for name, values in answer["residuals"].items():
+            assert values == pytest.approx(expected["residuals"][name], rel=1e-3, nan_ok=True)
+    numbers = [answer["transforms"] for answer in answers]
+    if layout in ("ddp", "copies"):
+        assert numbers == [expected["transforms"]] * world
+    else:
+        assert sum(numbers) == expected["transforms"]
+
+
+def test_the_training_has_every_outcome(alone):
+    for variant, wanted in {
+        "cache": {"hit", "cold", "residual", "stale", "resting"},
+        "lagged": {"hit", "cold", "residual", "stale", "resting"},
+        "paper": {"hit", "cold", "residual"},
+        "muon": {"fresh"},
+    }.items():
+        decided = alone(variant, torch.float64)["decided"].values()
+        found = {name for _, misses, _ in decided for name, number in misses.items() if number}
+        found |= {"hit" for hits, _, _ in decided if hits}
+        assert found == wanted
