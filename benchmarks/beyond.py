@@ -8,8 +8,8 @@ folder of the study. The images are CIFAR-10's binary files.
 
 Every method is tuned with seed 0: GramMuon and CacheMuon over learning rate x momentum x Nesterov, the
 others over learning rate x Nesterov at GramMuon's momentum, AdamW over its learning rate. From the best of
-that grid on, the neighbouring rates of a finer ladder are tried until none is better; for CacheMuon its
-`clip` too. Then it is trained with other seeds. At last one setting of CacheMuon is changed at a time, with
+that grid on, the neighbouring rates of a finer ladder are tried until none is better; for the first two the
+neighbouring momenta too, and CacheMuon's `clip`. Then it is trained with other seeds. At last one setting of CacheMuon is changed at a time, with
 seed 0. A run has one thread; times are measured apart, at the end, when nothing else should run. Called
 again, the study goes on: finished runs are read. At its end it writes `beyond.json` and `beyond.png`, and
 with `--page` the tables of that page.
@@ -57,10 +57,11 @@ KINDS = (*RIVALS, "polar", "jordan", "stale", "paper", "adamw")
 TIMED, CPU = 44, torch.device("cpu")  # steps: four lives of a transform
 TUNING, FEW, MANY = 0, (1, 2, 3), (1, 2, 3, 4, 5)  # seeds: for the search; for every method; for the rivals
 
-RATES = {"text": (0.01, 0.02, 0.04), "images": (0.02, 0.04, 0.08)}
+RATES = (0.02, 0.04, 0.08)
 LADDER = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16)
 ADAM_RATES, ADAM_LADDER = (1e-3, 2e-3, 4e-3), (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-MOMENTA, NESTEROV, CLIPS = (0.9, 0.95, 0.98), (True, False), (None, 1 / 16, 1 / 8, 1 / 6)
+MOMENTA, MOMENTUM_LADDER = (0.9, 0.95, 0.98), (0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+NESTEROV, CLIPS = (True, False), (None, 1 / 16, 1 / 8, 1 / 6)
 ABLATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "optimizer.clip": ("0", "0.0625", "0.125"),
@@ -115,18 +116,25 @@ def grid(task: str, kind: str, momenta: Sequence[float]) -> list[OptimizerConfig
         return [replace(base, adam_lr=rate) for rate in ADAM_RATES]
     return [
         replace(base, lr=rate, momentum=momentum, nesterov=nesterov)
-        for momentum, nesterov, rate in product(momenta, NESTEROV, RATES[task])
+        for momentum, nesterov, rate in product(momenta, NESTEROV, RATES)
     ]
 
 
 def neighbours(one: OptimizerConfig) -> list[OptimizerConfig]:
-    """The next lower and higher learning rate; for CacheMuon also what else may be clipped."""
+    """The next lower and higher learning rate; for the rivals also momentum, and what is clipped."""
     name, ladder = rate_of(one), ADAM_LADDER if one.kind == "adamw" else LADDER
-    place = ladder.index(getattr(one, name))
-    found = [replace(one, **{name: rate}) for rate in ladder[max(place - 1, 0) : place + 2]]
+    found = [replace(one, **{name: rate}) for rate in around(getattr(one, name), ladder)]
+    if one.kind in RIVALS:
+        found += [replace(one, momentum=momentum) for momentum in around(one.momentum, MOMENTUM_LADDER)]
     if one.kind == "cache":
         found += [replace(one, clip=clip) for clip in CLIPS]
     return [other for other in found if other != one]
+
+
+def around(value: float, ladder: Sequence[float]) -> Sequence[float]:
+    """A value of a ladder, and those beside it."""
+    place = ladder.index(value)
+    return ladder[max(place - 1, 0) : place + 2]
 
 
 class Study:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,17 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from .distributed import Homes, Shared, Work, agree_on_finite, as_replicas, by_mesh, sharded_as, shared_of
+from .distributed import (
+    Home,
+    Homes,
+    Shared,
+    Work,
+    agree_on_finite,
+    as_replicas,
+    by_mesh,
+    sharded_as,
+    shared_of,
+)
 from .groups import matrix_shape
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
@@ -70,6 +81,12 @@ class MatrixOptimizer(Optimizer):
     @abstractmethod
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
         """The FLOPs of one matrix's outcomes: executed, and by the paper's model."""
+
+    def _price_of_copy(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> int:
+        """The FLOPs of one matrix's outcomes on a rank that has all of it, and does not own it: none, where
+        its owner sends directions.
+        """
+        return 0
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that cannot be meant."""
@@ -248,7 +265,8 @@ class MatrixOptimizer(Optimizer):
         for group in packed["param_groups"]:
             if "solver" in group:
                 group["solver"] = repr(group["solver"])
-            group.pop("process_group", None)
+            if "process_group" in group:  # of this process: the one that loads has its own
+                group["process_group"] = None
         return packed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -280,7 +298,7 @@ class MatrixOptimizer(Optimizer):
                 group.setdefault(key, value)
             if "solver" not in before:
                 continue
-            group["solver"] = before["solver"]
+            group["solver"], group["process_group"] = before["solver"], before["process_group"]
             if saved.get("solver", repr(before["solver"])) != repr(before["solver"]):
                 warnings.warn(
                     f"the saved state was made with solver {saved['solver']}, going on with "
@@ -315,31 +333,47 @@ class MatrixOptimizer(Optimizer):
     def cache_stats(self) -> dict[str, Any]:
         """What was decided so far: totals, and under "matrices" the same for each matrix by name.
 
-        `calls`, `hits`, `misses`, `hit_rate`; `flops`: matrix products executed; `flops_paper`: the
-        same outcomes by the paper's cost model. For each matrix also the misses by reason, the last
-        `residual`, the `refresh_residual`, the `age` and the `last` outcome. Waits for the last step.
+        `calls`, `hits`, `misses`, `hit_rate`; `flops`: matrix products executed, by all ranks that share a
+        matrix, and `flops_here` by this one; `flops_paper`: the same outcomes by the paper's cost model;
+        `bytes_sent`: by this rank to others, for each kind of exchange. For each matrix also the misses by
+        reason, the last `residual`, the `refresh_residual`, the `age` and the `last` outcome. Waits for the
+        last step, but not for other ranks: all of them know all decisions.
         """
         matrices: dict[str, dict[str, Any]] = {}
-        totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_paper": 0}
-        for name, group, param, counters, residuals in self._records():
+        totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_here": 0, "flops_paper": 0}
+        for name, group, param, index, counters, residuals in self._records():
             entry = summary(counters, *residuals[:2])
-            entry["flops"], entry["flops_paper"] = self._price(group, param, outcome_counts(counters))
+            outcomes = outcome_counts(counters)
+            executed, entry["flops_paper"] = self._price(group, param, outcomes)
+            entry["flops"] = entry["flops_here"] = executed
+            if (home := self._home(param)) is not None:
+                copy = self._price_of_copy(group, param, outcomes) if home.copied else 0
+                entry["flops"] = executed + (home.party.size - 1) * copy
+                entry["flops_here"] = executed if home.mine(index) else copy
             matrices[name] = entry
-            for key in ("calls", "hits", "flops", "flops_paper"):
+            for key in totals.keys() - {"misses"}:
                 totals[key] += entry[key]
             totals["misses"] += sum(entry["misses"].values())
         hit_rate = totals["hits"] / totals["calls"] if totals["calls"] else math.nan
-        return {**totals, "hit_rate": hit_rate, "matrices": matrices}
+        sent: Counter[str] = Counter()
+        for party in self._kept.parties.values():
+            sent += party.traffic
+        return {**totals, "hit_rate": hit_rate, "bytes_sent": dict(sent), "matrices": matrices}
+
+    def _home(self, param: Tensor) -> Home | None:
+        """Where a parameter is that other ranks have too, as far as a step has found that out."""
+        homes: Homes | None = self._kept.homes
+        return None if homes is None else homes.of.get(id(param))
 
     def events(self) -> dict[str, Event]:
         """The last decision of the gate about each matrix, by name. Waits for the last step."""
         return {
             name: Event.of(counters, *residuals[:2])
-            for name, _, _, counters, residuals in self._records()
+            for name, _, _, _, counters, residuals in self._records()
             if counters[COLUMNS.index("last")] >= 0
         }
 
-    def _records(self) -> Iterator[tuple[str, dict[str, Any], Tensor, list[int], list[float]]]:
+    def _records(self) -> Iterator[tuple[str, dict[str, Any], Tensor, int, list[int], list[float]]]:
         self._settle()
         for index, group in enumerate(self.param_groups):
             if not group["use_muon"]:
@@ -351,7 +385,7 @@ class MatrixOptimizer(Optimizer):
                 rows = zip(state["counters"].tolist(), state["residuals"].tolist(), strict=True)
                 for i, (counters, residuals) in enumerate(rows):
                     single = len(state["counters"]) == 1
-                    yield name if single else f"{name}[{i}]", group, param, counters, residuals
+                    yield name if single else f"{name}[{i}]", group, param, i, counters, residuals
 
 
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:

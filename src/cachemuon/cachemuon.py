@@ -23,7 +23,7 @@ from .distributed import (
     travel,
     worked_on,
 )
-from .engine import CachedStep, Decision, Told, Unread, blocks_for, residuals_of
+from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of, transform_of
 from .flops import paper_cost, price
 from .fresh import send
 from .host import Claim, Edits
@@ -31,7 +31,7 @@ from .matrices import Matrix
 from .plan import Plan, cache_of, cost_of, wide_shape
 from .polar import GramNS
 from .settings import shorthand
-from .stats import AGE, NO_AGE, transform_name
+from .stats import AGE, NO_AGE
 
 
 class CacheMuon(MatrixOptimizer):
@@ -147,7 +147,7 @@ class CacheMuon(MatrixOptimizer):
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle()
         if not self._kept.reconciled:
-            self._reconcile(shared)
+            self._reconcile(matrices, shared)
         wholes = [*matrices, *(s.matrix for s in shared)]
         decisions = self._decisions(wholes)
         of = {id(d.matrix): d for d in decisions}
@@ -183,24 +183,24 @@ class CacheMuon(MatrixOptimizer):
                 [Told(d) for d in members], finite, [party.total(residuals_of(members)).flatten()]
             )
 
-    def _reconcile(self, shared: list[Shared]) -> None:
+    def _reconcile(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         """After loading: keep only the transforms that are worked with here, and begin anew, on all ranks,
         where one is missing.
         """
+        lost = [x for x in matrices if transform_of(x) is None]
         for party, members in by_party(shared).items():
             found = []
             for s in members:
-                state, here = s.matrix.state, s.mine or s.home.copied
-                name = transform_name(s.index, len(s.home.parts))
+                here = s.mine or s.home.copied
                 if not here:
-                    state.pop(name, None)
-                found.append(not here or name in state)
-            for s, number in zip(members, party.count(found), strict=True):
-                rows = self._kept.counters.rows(s.matrix.state["counters"])
-                if number < party.size and rows[s.index][AGE] != NO_AGE:
-                    edits = Edits(self._kept.counters)
-                    edits.rows(s.matrix.state["counters"])[s.index][AGE] = NO_AGE
-                    edits.post()
+                    drop_transform(s.matrix)
+                found.append(not here or transform_of(s.matrix) is not None)
+            counts = zip(members, party.count(found), strict=True)
+            lost += [s.matrix for s, number in counts if number < party.size]
+        edits = Edits(self._kept.counters)
+        for x in lost:
+            edits.rows(x.state["counters"])[x.index][AGE] = NO_AGE
+        edits.post()
         self._kept.reconciled = True
 
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
@@ -245,6 +245,14 @@ class CacheMuon(MatrixOptimizer):
 
     def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
         paper = price(paper_cost(group["solver"], *wide_shape(group, param)), outcomes)
-        if group["gate"] == "lagged":  # solves without a probe
-            outcomes = {**outcomes, "residual": 0, "cold": outcomes["cold"] + outcomes["residual"]}
-        return price(cost_of(group, param), outcomes), paper
+        return price(cost_of(group, param), _as_executed(group, outcomes)), paper
+
+    def _price_of_copy(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> int:
+        return cost_of(group, param).price_of_copy(_as_executed(group, outcomes))
+
+
+def _as_executed(group: dict[str, Any], outcomes: dict[str, int]) -> dict[str, int]:
+    """A lagged gate solves without a probe."""
+    if group["gate"] != "lagged":
+        return outcomes
+    return {**outcomes, "residual": 0, "cold": outcomes["cold"] + outcomes["residual"]}

@@ -7,34 +7,24 @@ rank knows it. Without other ranks nothing of this file is called in a step.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from .groups import matrix_shape
-from .matrices import Matrix, accumulate, add, batches
+from .matrices import Matrix, accumulate, add, batches, is_dtensor, local
 from .polar import computed_in
 from .workspace import Workspace, ceiling
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 HOST = torch.device("cpu")
-
-
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is distributed. Importing DTensor takes a second, and who has one has done so."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True)
@@ -491,11 +481,6 @@ def by_mesh(params: list[Tensor]) -> list[list[Tensor]]:
         mesh = param.device_mesh if is_dtensor(param) else None
         found.setdefault(mesh, []).append(param)
     return list(found.values())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(slots=True, eq=False)

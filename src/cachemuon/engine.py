@@ -465,12 +465,21 @@ def _cut(D: Tensor, lengths: Tensor, good: Tensor) -> Tensor:
     return torch.where(good.view(-1, 1, 1), 1, cut)
 
 
+def transform_of(x: Matrix) -> Tensor | None:
+    """The transform of a matrix that this rank keeps, if it does."""
+    return x.state.get(transform_name(x.index, len(x.state["counters"])))
+
+
+def drop_transform(x: Matrix) -> None:
+    """Forget a transform that another rank works with."""
+    x.state.pop(transform_name(x.index, len(x.state["counters"])), None)
+
+
 def _transform(x: Matrix) -> Tensor:
-    """The matrix's transform, which is made on first use, where it is worked on."""
-    n, name = x.shape[0], transform_name(x.index, len(x.state["counters"]))
-    if name not in x.state:
-        x.state[name] = x.momentum.new_zeros((n, n), dtype=x.precision)
-    transform: Tensor = x.state[name]
+    """The same, made on first use."""
+    if (transform := transform_of(x)) is None:
+        n, name = x.shape[0], transform_name(x.index, len(x.state["counters"]))
+        transform = x.state[name] = x.momentum.new_zeros((n, n), dtype=x.precision)
     return transform
 
 

@@ -267,6 +267,22 @@ class Executed(Cost):
         """`transform + recheck`."""
         return self.transform + self.recheck
 
+    @property
+    def received(self) -> int:
+        """Q X with a transform that another rank has made: 2n^2 m."""
+        return 2 * self.n**2 * self.m
+
+    def price_of_copy(self, outcomes: Mapping[str, int]) -> int:
+        """The cost of so many of each outcome on a rank that has a copy of the matrix, and does not own it.
+
+        >>> cost = Executed(64, 64)
+        >>> cost.price_of_copy({"hit": 1, "cold": 1, "resting": 1}) == cost.hit + cost.received
+        True
+        """
+        refreshes = sum(outcomes.get(name, 0) for name in ("cold", "stale", "residual"))
+        probes = sum(outcomes.get(name, 0) for name in ("hit", "residual"))
+        return probes * self.probing + outcomes.get("hit", 0) * self.apply + refreshes * self.received
+
 
 def executed_by(
     solver: GramNS,

@@ -9,10 +9,11 @@ form is a transposed view: adding a matrix to one that lies the other way takes 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ from torch import Tensor
 from .groups import matrix_shape
 from .polar import computed_in, peak_of
 from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is distributed. Importing DTensor takes a second, and who has one has done so."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +93,7 @@ def matrices_of(
     count, rows, cols = shape_of(param.shape, group["view"])
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    grad, momentum = param.grad, state["momentum_buffer"]
+    own, grad, momentum = (local(tensor) for tensor in (param, param.grad, state["momentum_buffer"]))
     if grad.dtype != param.dtype:
         grad = grad.to(param.dtype)
     kind, tall = (rows, cols, param.dtype, param.device, recipe), rows > cols
@@ -86,8 +101,8 @@ def matrices_of(
     if count == 1:
         if param.ndim > 2:
             grad, momentum = grad.reshape(rows, cols), momentum.view(rows, cols)
-        return [Matrix(param, param, grad, momentum, group, state, kind, shape, tall)]
-    slices = [param]
+        return [Matrix(param, own, grad, momentum, group, state, kind, shape, tall)]
+    slices = [own]
     for _ in range(param.ndim - 2):  # not one view: a 4-D stack may be in channels_last
         slices = [part for one in slices for part in one.unbind(0)]
     grads, momenta = grad.reshape(count, rows, cols), momentum.view(count, rows, cols)
