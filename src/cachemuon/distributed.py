@@ -7,8 +7,10 @@ rank knows it. Without other ranks nothing of this file is called in a step.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,6 +27,7 @@ from .polar import computed_in
 from .workspace import Workspace, ceiling
 
 HOST = torch.device("cpu")
+PATIENCE = 5  # seconds, for a rank to say that it is there
 
 
 @dataclass(frozen=True)
@@ -77,26 +80,30 @@ class Party:
     def count(self, flags: list[bool]) -> list[int]:
         """On how many ranks each flag holds. Waits for the other hosts, not for any device."""
         counts = torch.tensor(flags, dtype=torch.int32, device=HOST)
-        dist.all_reduce(counts, group=self._host_group)
+        with self._watched():
+            dist.all_reduce(counts, group=self._host_group)
         self.traffic["presence"] += counts.nbytes
         return [int(number) for number in counts.tolist()]
 
     def same(self, number: int) -> bool:
         """Whether all ranks have the same number."""
         ends = torch.tensor([number, -number], dtype=torch.int64, device=HOST)
-        dist.all_reduce(ends, dist.ReduceOp.MIN, group=self._host_group)
+        with self._watched():
+            dist.all_reduce(ends, dist.ReduceOp.MIN, group=self._host_group)
         least, most = ends.tolist()
         return bool(least == -most)
 
     def least(self, values: Tensor) -> Tensor:
         """The smallest of all ranks' values."""
-        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
+        with self._watched():
+            dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
         self.traffic["finite"] += values.nbytes
         return values
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of all ranks' values: the owners' own, where all others have zeros."""
-        dist.all_reduce(values, group=self.group)
+        with self._watched():
+            dist.all_reduce(values, group=self.group)
         self.traffic["residuals"] += values.nbytes
         return values
 
@@ -108,9 +115,36 @@ class Party:
         leaving, coming = sizes
         sent = torch.cat([tensor.reshape(-1) for tensor in outgoing])
         received = sent.new_empty(sum(coming))
-        work = dist.all_to_all_single(received, sent, coming, leaving, group=self.group, async_op=True)
+        with self._watched():
+            work = dist.all_to_all_single(received, sent, coming, leaving, group=self.group, async_op=True)
         self.traffic[what] += (sum(leaving) - leaving[self.rank]) * sent.itemsize
-        return Arrival(work, sent, received)
+        return Arrival(self, work, sent, received)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Where a collective fails, name the ranks that are gone: those that do not say that they are not."""
+        try:
+            yield
+        except RuntimeError as error:
+            if gone := self._missing():
+                names = ", ".join(map(str, gone))
+                told = f"rank {names}" if len(gone) == 1 else f"ranks {names}"
+                raise RuntimeError(f"no answer from {told} of {self.size}") from error
+            raise
+
+    def _missing(self) -> list[int]:
+        ranks = dist.get_process_group_ranks(self.group)
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"cachemuon/{dist.get_rank()}", "here")
+            until = time.monotonic() + PATIENCE
+            while gone := [rank for rank in ranks if not store.check([f"cachemuon/{rank}"])]:
+                if time.monotonic() > until:
+                    return gone
+                time.sleep(0.1)
+        except RuntimeError:  # the store is gone, with the rank that has it
+            return [0]
+        return []
 
     def spread(self, matrices: list[Matrix], made: dict[int, Tensor]) -> list[Tensor]:
         """The transforms of these matrices, of which each rank has `made` its own."""
@@ -133,13 +167,15 @@ class Party:
 class Arrival:
     """What is on its way. `sent` is kept until it has left."""
 
+    party: Party
     work: Any
     sent: Tensor
     received: Tensor
 
     def wait(self) -> Tensor:
         """What has arrived."""
-        self.work.wait()
+        with self.party._watched():
+            self.work.wait()
         return self.received
 
 

@@ -1,0 +1,167 @@
+"""What goes wrong on one rank: gradients that are not finite, or missing; a rank that dies."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from cachemuon import CacheMuon, Muon
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def params_of(layout, world):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in ((24, 32), (20, 12), (24, 32))]
+    if layout == "ddp":
+        return [nn.Parameter(value) for value in values], torch.clone, {"process_group": dist.group.WORLD}
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def put(value):
+        return distribute_tensor(value, mesh, [Shard(0)])
+
+    return [nn.Parameter(put(value)) for value in values], put, {}
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def spoil(rank, world, layout, gate, cls):
+    """At step 3 one rank's gradient of one matrix has a NaN."""
+    params, put, more = params_of(layout, world)
+    cached = {"guard": False, "max_age": 3, "gate": gate} if cls is CacheMuon else {}
+    optimizer = cls(params, lr=0.1, **cached, **more)
+    kept, seen = [], []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = put(torch.randn(param.shape, generator=generator))
+        if step == 3 and rank == world - 1:
+            local(params[1].grad)[0, 0] = torch.nan
+        before = [local(param).clone() for param in params]
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            optimizer.step()
+            optimizer.state_dict()
+        kept.append([torch.equal(old, local(new)) for old, new in zip(before, params, strict=True)])
+        seen.append(all(torch.isfinite(local(param)).all() for param in params))
+    whole = [(param.full_tensor() if layout == "fsdp" else param).detach() for param in params]
+    stats = optimizer.cache_stats()["matrices"].values()
+    return kept, all(seen), whole, [(entry["hits"], entry["misses"], entry["age"]) for entry in stats]
+
+
+@pytest.mark.parametrize("cls", [CacheMuon, Muon])
+@pytest.mark.parametrize("gate", ["sync", "lagged"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_bad_gradient_on_one_rank_holds_all_of_them(ranks, layout, gate, cls):
+    answers = ranks(spoil, 3, layout, gate, cls)
+    for kept, finite, whole, decided in answers:
+        assert finite
+        assert kept[3] == [False, True, False] and not any(map(any, kept[:3] + kept[4:]))
+        assert decided == answers[0][3]
+        assert [misses["non-finite"] for _, misses, _ in decided] == [0, 1, 0]
+        for param, first in zip(whole, answers[0][2], strict=True):
+            assert torch.equal(param, first)
+
+
+def lack(rank, world, layout):
+    """At step 2 one rank has no gradient of one matrix; at step 3 nobody has."""
+    params, put, more = params_of(layout, world)
+    optimizer = CacheMuon(params, lr=0.1, guard=False, max_age=3, **more)
+    told = []
+    for step in range(5):
+        for param in params:
+            param.grad = put(torch.full(param.shape, 1.0 + step))
+        if (step == 2 and rank == 0) or step == 3:
+            params[0].grad = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told += [str(one.message) for one in caught]
+    whole = [(param.full_tensor() if layout == "fsdp" else param).detach() for param in params]
+    return told, whole, [entry["calls"] for entry in optimizer.cache_stats()["matrices"].values()]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_gradient_that_one_rank_lacks_is_taken_by_none(ranks, layout):
+    answers = ranks(lack, 2, layout)
+    for told, whole, calls in answers:
+        assert len(told) == 1 and "on some ranks" in told[0]
+        assert calls == [3, 5, 5]
+        for param, first in zip(whole, answers[0][1], strict=True):
+            assert torch.equal(param, first)
+
+
+def copied_and_pickled(rank, world):
+    params, _, more = params_of("ddp", world)
+    optimizer = CacheMuon(params, **more)
+    other = copy.deepcopy(optimizer)
+    third = pickle.loads(pickle.dumps(optimizer))
+    groups = [one.param_groups[0]["process_group"].group for one in (optimizer, other, third)]
+    return (
+        groups[0] is groups[1],
+        groups[2] is None,
+        optimizer.state_dict()["param_groups"][0]["process_group"],
+    )
+
+
+def test_a_process_group_survives_copies_and_no_file(ranks):
+    assert ranks(copied_and_pickled, 2) == [(True, True, None)] * 2
+
+
+@pytest.mark.parametrize("wrong", ["WORLD", 3])
+def test_what_is_no_process_group_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"process_group must be .* got {wrong!r}"):
+        CacheMuon([nn.Parameter(torch.zeros(3, 4))], process_group=wrong)
+
+
+DYING = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from torch import distributed as dist, nn
+from cachemuon import CacheMuon
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+params = [nn.Parameter(torch.randn(24, 32)) for _ in range(3)]
+optimizer = CacheMuon(params, guard=False, process_group=dist.group.WORLD)
+for step in range(100):
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if step == 3 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+"""
+
+
+def test_the_death_of_a_rank_ends_the_others_with_its_name(tmp_path):
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    port = str(20_000 + os.getpid() % 20_000)
+    began = time.monotonic()
+    processes = []
+    for rank in range(3):
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script)], env={**os.environ, **told}, stderr=subprocess.PIPE, text=True
+            )
+        )
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert time.monotonic() - began < 60
+    for rank in (0, 2):
+        assert processes[rank].returncode not in (0, None)
+        assert "no answer from rank 1 of 3" in errors[rank], errors[rank][-2000:]
