@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.optim.optimizer import Optimizer, StateDict
 
 from .groups import matrix_shape
 from .matrices import Matrix, accumulate, add, batches, is_dtensor, local
@@ -508,6 +509,42 @@ def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
     return type(param).from_local(
         own, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as one process alone has it. Every rank must call it."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def whole_state_dict(optimizer: Optimizer) -> StateDict:
+    """The state of an optimizer as one process alone has it: shards put together, all transforms.
+
+    Every rank of the optimizer's parameters must call it, and all get it. `load_state_dict` goes on from it
+    on one process, and on any number of ranks.
+
+    >>> W = torch.nn.Parameter(torch.ones(2, 3))
+    >>> optimizer = torch.optim.SGD([W], momentum=0.9)
+    >>> whole_state_dict(optimizer)["param_groups"][0]["momentum"]
+    0.9
+    """
+    packed = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    entries = packed["state"]
+    for number, param in enumerate(params):
+        if not is_dtensor(param) or number not in entries:
+            continue
+        kept = {
+            key: whole(value) if isinstance(value, Tensor) else value
+            for key, value in entries[number].items()
+        }
+        own = {key: value.cpu() for key, value in kept.items() if key.startswith("transform")}
+        for dim in range(param.device_mesh.ndim):
+            group = param.device_mesh.get_group(dim)
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, own, group=group)
+            own = {key: value for part in found for key, value in part.items()}
+        entries[number] = {**kept, **{key: value.to(local(param).device) for key, value in own.items()}}
+    return packed
 
 
 def by_mesh(params: list[Tensor]) -> list[list[Tensor]]:

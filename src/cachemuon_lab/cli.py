@@ -5,6 +5,7 @@ What takes long is imported by the command that needs it, so that help and mista
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -184,9 +185,16 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     overwrite: Overwrite = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write for TensorBoard.")] = False,
+    strategy: Annotated[
+        str,
+        typer.Option(help="How torchrun's processes share a model: ddp (a copy each), fsdp (shards)."),
+    ] = "ddp",
     listing: Annotated[bool, typer.Option("--list", help="Show all recipes, and train nothing.")] = False,
 ) -> None:
-    """Train one optimizer on a recipe. Under torchrun: on all of its processes."""
+    """Train one optimizer on a recipe. Under torchrun: on all of its processes.
+
+    With torchrun's --max-restarts a run goes on from its last checkpoint after a process has died.
+    """
     from cachemuon_lab.compare import configure, variant
     from cachemuon_lab.recipes import recipe
     from cachemuon_lab.train import train
@@ -199,13 +207,15 @@ def train(
     which = variant(chosen, optimizer, gamma=gamma, max_age=max_age)
     config = configure(chosen, which, settings or ())
     out = out or RUNS / config.name
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     with processes() as first, progress(first) as show:
         label = {"label": config.optimizer.label, "run": 1, "runs": 1}
         run = train(
             config,
             out,
-            resume=resume,
-            overwrite=overwrite,
+            resume=resume or restarted,
+            overwrite=overwrite and not restarted,
+            strategy=strategy,
             on_progress=lambda state: show({**state, **label}),
             tensorboard=tensorboard,
         )

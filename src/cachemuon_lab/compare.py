@@ -18,9 +18,10 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig, with_overrides
+from cachemuon_lab.ranks import Ranks
 from cachemuon_lab.recipes import NESTEROV_LR, Recipe, recipe
 from cachemuon_lab.record import CONFIG, Run
-from cachemuon_lab.train import Progress, Ranks, train
+from cachemuon_lab.train import Progress, train
 
 KINDS: tuple[str, ...] = get_args(get_type_hints(OptimizerConfig)["kind"])
 

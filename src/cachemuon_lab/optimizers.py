@@ -42,8 +42,10 @@ SOLVERS: dict[str, Solver] = {
 MISSES = tuple(outcome for outcome in OUTCOMES if outcome != "hit")
 
 
-def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None) -> Optimizer:
     """The optimizer that a configuration describes, for all trainable parameters of the model.
+
+    `copies` is the process group of which every rank has a copy of the model, if there is one.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     >>> make_optimizer(OptimizerConfig("paper", gamma=2.0), model).defaults["gamma"]
@@ -65,6 +67,8 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         "weight_decay": config.weight_decay,
         "adjust_lr_fn": config.adjust_lr_fn,
     }
+    if config.kind != "stale":  # which shares no work
+        muon["process_group"] = copies
     if config.kind == "paper":
         return CacheMuon.paper(groups, gamma=config.gamma, **muon)
     if config.kind == "cache":

@@ -26,9 +26,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import OptimizerConfig, RunConfig, differences, with_overrides
+from cachemuon_lab.ranks import Ranks
 from cachemuon_lab.recipes import SEARCH_GRID, Recipe
 from cachemuon_lab.record import CHECKPOINT, Run
-from cachemuon_lab.train import Interrupted, Progress, Ranks, train
+from cachemuon_lab.train import Interrupted, Progress, train
 
 DATABASE = "sweep.db"
 STARTUP_TRIALS = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -28,13 +29,25 @@ def processes() -> Iterator[bool]:
         return
     import torch
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # After a restart torchrun's store still has the addresses of the processes before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, rank, world = next(rendezvous("env://"))
+    distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=distributed.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world,
+    )
     try:
         yield distributed.get_rank() == 0
     finally:
+        # A wrapped model that only the collector would find keeps the group's threads alive, and one of them
+        # that lets go of a tensor while the interpreter ends makes the process abort.
+        gc.collect()
         distributed.destroy_process_group()
 
 

@@ -21,11 +21,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from cachemuon.distributed import whole_state_dict
 from cachemuon_lab import checkpoint
 from cachemuon_lab.config import RunConfig, differences
 from cachemuon_lab.data import Batches
@@ -34,7 +32,8 @@ from cachemuon_lab.data.images import ImageBatches
 from cachemuon_lab.data.tokens import TokenBatches, TokenFile
 from cachemuon_lab.diagnostics import make_observer
 from cachemuon_lab.models import GPT2Config, Model, build
-from cachemuon_lab.optimizers import Meter, make_optimizer
+from cachemuon_lab.optimizers import Meter, StaleMuon, make_optimizer
+from cachemuon_lab.ranks import Ranks, load_optimizer, whole_model
 from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Record, Run, describe_environment
 from cachemuon_lab.tensorboard import TensorBoard
 
@@ -86,6 +85,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     timing: bool = True,
     tensorboard: bool = False,
+    strategy: str = "ddp",
 ) -> Run:
     """Train, and return the finished run.
 
@@ -98,9 +98,10 @@ def train(
     numbers for TensorBoard.
 
     With torch.distributed initialized every rank calls this, and rank 0 writes; the folder must be one
-    that all ranks see.
+    that all ranks see. `strategy` is how they share the model: "ddp", a copy each, or "fsdp", shards. A
+    checkpoint is that of one process: a run may go on with other ranks and the other strategy.
     """
-    folder, ranks, device = Path(folder), Ranks.current(), _device(device)
+    folder, ranks, device = Path(folder), Ranks.current(strategy), _device(device)
     micros = ranks.share(config.accumulation * config.replicas)
     if (finished := _finished(folder, config, resume, overwrite)) is not None:
         return finished
@@ -108,16 +109,22 @@ def train(
     torch.manual_seed(config.seed)
     data = open_data(config)
     model = build(config.model).to(device)
-    optimizer = make_optimizer(config.optimizer, model)
+    saved = _saved(folder) if resume else None
+    if saved is not None:
+        _load_model(folder, model, saved)
+    ranks.shard(model)
+    optimizer = make_optimizer(config.optimizer, model, ranks.copies)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     if ranks.rank > 0:
         torch.manual_seed(config.seed + ranks.rank)  # for a dropout of its own
-    standing = _restored(folder, model, optimizer, device, ranks) if resume else Standing()
+    standing = Standing() if saved is None else _restored(saved, optimizer, device, ranks)
+    if ranks.sharded and config.diagnostics != "off":
+        raise ValueError(f"strategy must be 'ddp' for diagnostics of whole matrices, got {strategy!r}")
     observer = make_observer(config, optimizer) if ranks.main else None
     meter = Meter(optimizer, device, synchronize=timing)
     autocast = _autocast(config, device)
-    forward = DistributedDataParallel(model) if ranks.world > 1 else model
+    forward = ranks.joined(model)
     epoch = data.steps_per_epoch if isinstance(data, ImageBatches) else 1
     validation: dict[str, Any] = {}
     first, began, seconds_before = standing.step, time.perf_counter(), standing.seconds
@@ -134,7 +141,7 @@ def train(
             for micro in range(micros):
                 batch = data.train(step - 1, micro, ranks.rank, ranks.world)
                 inputs, targets = (tensor.to(device) for tensor in batch)
-                with _no_sync(forward, micro < micros - 1):
+                with ranks.apart(forward, micro < micros - 1):
                     with autocast():
                         part = forward(inputs, targets) / micros
                     part.backward()
@@ -148,7 +155,8 @@ def train(
             line = {"loss": loss_sum / ranks.world, "lr": optimizer.param_groups[0]["lr"]}
             line |= {"tokens": standing.tokens + tokens, "step_seconds": meter.now() - step_began}
             line |= meter.read()
-            line["flops"] *= ranks.world  # each process does all matrices,
+            if isinstance(optimizer, StaleMuon):
+                line["flops"] *= ranks.world  # each process does all matrices,
             line["flops_paper"] *= config.replicas  # as each of the paper's devices did
             record.write("step", step, **line)
             seconds = seconds_before + time.perf_counter() - began
@@ -156,7 +164,8 @@ def train(
             for diagnostic in observer.after(step) if observer is not None else ():
                 record.write(step=step, **diagnostic)
             last = step == config.steps
-            if ranks.main and (last or step % config.validate_every == 0):
+            if (ranks.main or ranks.sharded) and (last or step % config.validate_every == 0):
+                ranks.synchronize_buffers(model)
                 validation = validate(model, data, config.validation_batches, device, autocast)
                 record.write("validation", step, **validation)
                 standing = standing.with_validation(validation)
@@ -229,49 +238,6 @@ def validate(
     return {"loss": (loss / examples).item(), "accuracy": None if math.isnan(accuracy) else accuracy}
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among its like. With one process nothing is communicated."""
-
-    rank: int
-    world: int
-
-    @classmethod
-    def current(cls) -> Ranks:
-        """As torch.distributed has it; one alone if that is not initialized."""
-        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls(0, 1)
-
-    @property
-    def main(self) -> bool:
-        """Whether this is the process that writes."""
-        return self.rank == 0
-
-    def share(self, micro_batches: int) -> int:
-        """How many of a step's micro-batches are this process's."""
-        if micro_batches % self.world:
-            raise ValueError(
-                f"accumulation * replicas must be divisible by the number of processes, {self.world}, "
-                f"got {micro_batches}"
-            )
-        return micro_batches // self.world
-
-    def barrier(self) -> None:
-        """Wait for all."""
-        if self.world > 1:
-            dist.barrier()
-
-    def sum(self, *values: float) -> tuple[Any, ...]:
-        """Of each value, the sum over all processes."""
-        return tuple(map(sum, zip(*self.gather(values), strict=True)))
-
-    def gather(self, value: Any) -> list[Any]:
-        """All processes' values, in the order of their ranks."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-
 def _finished(folder: Path, config: RunConfig, resume: bool, overwrite: bool) -> Run | None:
     """The run in the folder, if it is to be resumed and is complete; refuses what would spoil one."""
     if resume and overwrite:
@@ -327,35 +293,37 @@ def _autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractC
     return partial(torch.autocast, device.type, dtype=getattr(torch, config.autocast))
 
 
-def _no_sync(forward: nn.Module, more_to_come: bool) -> AbstractContextManager[Any]:
-    if more_to_come and isinstance(forward, DistributedDataParallel):
-        return forward.no_sync()
-    return nullcontext()
-
-
 def _save(
     folder: Path, model: Model, optimizer: Optimizer, standing: Standing, device: torch.device, ranks: Ranks
 ) -> None:
     generators = ranks.gather(checkpoint.generators(device))
-    if ranks.main:
-        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state = {"standing": asdict(standing), "generators": generators, **weights}
-        checkpoint.save(folder / CHECKPOINT, state)
+    if ranks.main or ranks.sharded:
+        ranks.synchronize_buffers(model)
+        weights = {"model": whole_model(model), "optimizer": whole_state_dict(optimizer)}
+        if ranks.main:
+            state = {"standing": asdict(standing), "generators": generators, **weights}
+            checkpoint.save(folder / CHECKPOINT, state)
 
 
-def _restored(
-    folder: Path, model: Model, optimizer: Optimizer, device: torch.device, ranks: Ranks
-) -> Standing:
+def _saved(folder: Path) -> dict[str, Any] | None:
+    """What the folder's checkpoint holds, if it has one."""
     if not (folder / CHECKPOINT).exists():
-        return Standing()
+        return None
     state = checkpoint.load(folder / CHECKPOINT)
     if missing := {"standing", "generators", "model", "optimizer"} - state.keys():
         raise ValueError(f"{folder / CHECKPOINT} is damaged: it lacks {', '.join(sorted(missing))}")
+    return state
+
+
+def _load_model(folder: Path, model: Model, state: dict[str, Any]) -> None:
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
         raise ValueError(f"{folder / CHECKPOINT} is of another model: {error}") from error
-    optimizer.load_state_dict(state["optimizer"])
+
+
+def _restored(state: dict[str, Any], optimizer: Optimizer, device: torch.device, ranks: Ranks) -> Standing:
+    load_optimizer(optimizer, state["optimizer"])
     if ranks.rank < len(state["generators"]):
         checkpoint.restore_generators(state["generators"][ranks.rank], device)
     return Standing(**state["standing"])

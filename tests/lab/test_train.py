@@ -23,6 +23,7 @@ from cachemuon_lab.config import (
 from cachemuon_lab.data.images import ImageBatches
 from cachemuon_lab.models import GPT2Config, ResNetConfig, build
 from cachemuon_lab.optimizers import Meter, StaleMuon, make_optimizer
+from cachemuon_lab.ranks import Ranks
 from cachemuon_lab.record import Run
 from cachemuon_lab.train import Interrupted, train
 
@@ -353,7 +354,7 @@ def test_two_processes_train_as_one(corpus, tmp_path):
 
 def test_micro_batches_must_be_divisible():
     with pytest.raises(ValueError, match="divisible by the number of processes, 2, got 3"):
-        train_module.Ranks(0, 2).share(3)
+        Ranks(0, 2).share(3)
 
 
 # Optimizers

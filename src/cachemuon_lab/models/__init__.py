@@ -8,11 +8,13 @@ that loss, to be differentiated; `model.metrics(inputs, targets)` gives, without
 
 from __future__ import annotations
 
-from .gpt2 import GPT2, GPT2_LARGE, GPT2_SMALL, GPT2Config
-from .resnet import RESNET18, ResNet18, ResNetConfig
+from .gpt2 import GPT2, GPT2_LARGE, GPT2_SMALL, Block, GPT2Config
+from .resnet import RESNET18, BasicBlock, ResNet18, ResNetConfig
 
 ModelConfig = GPT2Config | ResNetConfig
 Model = GPT2 | ResNet18
+BLOCKS = (Block, BasicBlock)
+"""What these models repeat."""
 
 
 def build(config: ModelConfig) -> Model:
@@ -29,6 +31,7 @@ def build(config: ModelConfig) -> Model:
 
 
 __all__ = [
+    "BLOCKS",
     "GPT2",
     "GPT2_LARGE",
     "GPT2_SMALL",
