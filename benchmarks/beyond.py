@@ -9,10 +9,10 @@ folder of the study. The images are CIFAR-10's binary files.
 Every method is tuned with seed 0: GramMuon and CacheMuon over learning rate x momentum x Nesterov, the
 others over learning rate x Nesterov at GramMuon's momentum, AdamW over its learning rate. From the best of
 that grid on, the neighbouring rates of a finer ladder are tried until none is better; for the first two the
-neighbouring momenta too, and CacheMuon's `clip`. Then it is trained with other seeds. At last one setting of CacheMuon is changed at a time, with
-seed 0. A run has one thread; times are measured apart, at the end, when nothing else should run. Called
-again, the study goes on: finished runs are read. At its end it writes `beyond.json` and `beyond.png`, and
-with `--page` the tables of that page.
+neighbouring momenta too, and CacheMuon's `clip`. Then it is trained with other seeds. At last one setting of
+CacheMuon is changed at a time, with seed 0. A run has one thread; times are measured apart, at the end, when
+nothing else should run. Called again, the study goes on: finished runs are read. At its end it writes
+`beyond.json` and `beyond.png`, and with `--page` the tables of that page.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 the matrices themselves). First the learning rate of the first two is chosen by the loss after a shorter run:
 0.02 and 0.04, and from the better one on the next of a ladder until that is worse; the third has GramMuon's.
 Momentum is the one that was best for both at width 256 in as many steps (docs/beyond-the-paper.md). Then all
-are trained for `--steps` steps of 4 x 256 tokens, taking turns of 25 steps, so that a slow hour of the machine
-is one for all. Nothing else should run. Times are those of the training steps; validation and checkpoints are
-not in them.
+are trained for `--steps` steps of 4 x 256 tokens, taking turns of 25 steps, so that a slow hour of the
+machine is one for all. Nothing else should run. Times are those of the training steps; validation and
+checkpoints are not in them.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `small.json` and `small.png`, and with `--page` the table of that page.

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
 from .distributed import (
+    EXCHANGES,
     Party,
     Shared,
     Work,
@@ -56,6 +57,12 @@ class CacheMuon(MatrixOptimizer):
     `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`), and for
     good where the matrix is small.
 
+    `process_group` are the ranks that have copies of plain parameters, as under DistributedDataParallel
+    (`param_groups` finds it); what is sharded (FSDP2, tensor parallel) is known by itself. Each matrix has an
+    owner among the ranks, which solves for it and decides. Where all have copies they apply its transforms
+    themselves, and `exchange="directions"` has the owner do that too, and keep the only one: fewer FLOPs,
+    more bytes (docs/distributed.md).
+
     >>> import torch
     >>> W = torch.nn.Parameter(torch.zeros(256, 384))
     >>> opt = CacheMuon([W], lr=0.01)
@@ -93,6 +100,7 @@ class CacheMuon(MatrixOptimizer):
         solver: GramNS | None = None,
         max_workspace_bytes: int | None = None,
         process_group: Any = None,
+        exchange: str = "transforms",
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
             solver = GramNS(shorthand(ns_coefficients, ns_steps, solver))
@@ -116,6 +124,7 @@ class CacheMuon(MatrixOptimizer):
             gate=gate,
             guard=guard,
             max_workspace_bytes=max_workspace_bytes,
+            exchange=exchange,
         )
 
     @classmethod
@@ -142,6 +151,9 @@ class CacheMuon(MatrixOptimizer):
             raise ValueError(f"gate must be one of {', '.join(map(repr, GATES))}, got {group['gate']!r}")
         if not isinstance(group["guard"], bool):
             raise ValueError(f"guard must be True or False, got {group['guard']!r}")
+        if group["exchange"] not in EXCHANGES:
+            allowed = ", ".join(map(repr, EXCHANGES))
+            raise ValueError(f"exchange must be one of {allowed}, got {group['exchange']!r}")
         cache_of(group)
 
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:

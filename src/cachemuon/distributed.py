@@ -60,6 +60,10 @@ def as_replicas(value: Any) -> Replicas:
     raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {value!r}")
 
 
+EXCHANGES = ("transforms", "directions")
+"""What owners of cached matrices send to ranks that have copies."""
+
+
 class Party:
     """Ranks that have the same parameters, and step together.
 
@@ -328,17 +332,9 @@ class Home:
     """Where the matrices of a parameter are: what each rank of a party has of each, and its owner."""
 
     party: Party
-    size: int  # of one of its matrices
     parts: list[dict[int, Part]]
     owners: list[int]
-
-    @property
-    def copied(self) -> bool:
-        """Whether every rank has all of it."""
-        return all(
-            len(parts) == self.party.size and all(part.size == self.size for part in parts.values())
-            for parts in self.parts
-        )
+    copied: bool  # every rank has all of it, and keeps its transforms
 
     def mine(self, index: int) -> bool:
         """Whether this rank owns a matrix."""
@@ -378,8 +374,11 @@ class Homes:
                 _choices(one, size, party.size) for size, of in zip(sizes, parts, strict=True) for one in of
             ]
             found = iter(owners(work, choices, party.size))
-            for (_, param), size, of in zip(members, sizes, parts, strict=True):
-                self.of[id(param)] = Home(party, size, of, [next(found) for _ in of])
+            for (group, param), size, of in zip(members, sizes, parts, strict=True):
+                whole = [part.size == size for one in of for part in one.values()]
+                copied = all(whole) and len(whole) == party.size * len(of)
+                copied = copied and group.get("exchange") == "transforms"
+                self.of[id(param)] = Home(party, of, [next(found) for _ in of], copied)
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether these are still the homes of these groups."""
@@ -414,7 +413,7 @@ def parties_of(
 def homes_key(groups: list[dict[str, Any]]) -> list[Any]:
     """What homes depend on."""
     return [
-        (id(group["process_group"].group), group["view"], *map(id, group["params"]))
+        (id(group["process_group"].group), group.get("exchange"), group["view"], *map(id, group["params"]))
         for group in groups
         if group["use_muon"]
     ]

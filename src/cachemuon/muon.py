@@ -30,7 +30,8 @@ class Muon(MatrixOptimizer):
     `sqrt(max(1, rows / cols))` unless `adjust_lr_fn` says otherwise. Settings and defaults are those of
     torch.optim.Muon, but for the solver: `solver=GramNS()` is the paper's GramMuon,
     `solver=StandardNS(POLAR_EXPRESS)` its PolarExpMuon, the default the cheaper of the two for each shape,
-    `solver=StandardNS(QUINTIC)` is torch's. docs/optimizers.md has every setting.
+    `solver=StandardNS(QUINTIC)` is torch's. docs/optimizers.md has every setting. Among the ranks of a
+    `process_group`, or of sharded parameters, each matrix has an owner that solves for it.
 
     >>> import torch
     >>> from cachemuon import ExactPolar
