@@ -6,6 +6,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
+from cachemuon.distributed import held
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -107,10 +108,16 @@ CASES = [
     ("columns", 3, "cache"),
     ("copies", 2, "cache"),
 ]
+IN_FLOAT32 = [("ddp", 3, "cache"), ("fsdp", 3, "lagged"), ("hsdp", 4, "cache"), ("grid", 4, "cache")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize(("layout", "world", "variant"), dict.fromkeys(CASES))
+@pytest.mark.parametrize(
+    ("layout", "world", "variant", "dtype"),
+    [
+        *((*case, torch.float64) for case in dict.fromkeys(CASES)),
+        *((*case, torch.float32) for case in IN_FLOAT32),
+    ],
+)
 def test_ranks_train_as_one_does(ranks, alone, layout, world, variant, dtype):
     answers = ranks(train_on_a_rank, world, layout, variant, dtype)
     expected = alone(variant, dtype)
@@ -128,6 +135,35 @@ def test_ranks_train_as_one_does(ranks, alone, layout, world, variant, dtype):
         assert numbers == [expected["transforms"]] * world
     else:
         assert sum(numbers) == expected["transforms"]
+
+
+def compare_shards(rank, world):
+    """Which indices this rank holds, by our count, beside what DTensor has given it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    wrong = []
+    for placements in (
+        (Shard(0), Shard(0)),
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(0)),
+        (Shard(1), Shard(1)),
+    ):
+        for rows in range(1, 10):
+            whole = torch.arange(rows * 7).view(rows, 7)
+            given = distribute_tensor(whole, mesh, placements).to_local()
+            along = [
+                held(n, dim, placements, (2, 2), mesh.get_coordinate()) for dim, n in enumerate((rows, 7))
+            ]
+            ours = whole[[i for run in along[0] for i in run]][:, [i for run in along[1] for i in run]]
+            if not torch.equal(ours, given) and given.numel() + ours.numel():
+                wrong.append((placements, rows))
+    return wrong
+
+
+def test_shards_are_where_torch_puts_them(ranks):
+    assert ranks(compare_shards, 4) == [[]] * 4
 
 
 def test_the_training_has_every_outcome(alone):

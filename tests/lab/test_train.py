@@ -348,7 +348,7 @@ def test_two_processes_train_as_one(corpus, tmp_path):
     assert [line["tokens"] for line in two.steps] == [line["tokens"] for line in one.steps]
     losses = [[line["loss"] for line in run.steps] for run in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # gradients are summed in another order
-    assert two.steps[-1]["flops"] == 2 * one.steps[-1]["flops"]
+    assert two.steps[-1]["flops"] == one.steps[-1]["flops"]  # each matrix is solved by one of them
     assert two.steps[-1]["flops_paper"] == one.steps[-1]["flops_paper"]
 
 
