@@ -686,7 +686,7 @@ def _buckets(members: list[Shared]) -> Iterator[list[Shared]]:
     taken: Counter[int] = Counter()
     for _, _, s in placed:
         owner, dtype = s.home.owners[s.index], s.matrix.grad.dtype
-        limit = ceiling(s.matrix.group["max_workspace_bytes"], s.matrix.grad.device.type) // 4
+        limit = _room(s.matrix)
         size = prod(s.matrix.shape) * (dtype.itemsize + computed_in(dtype).itemsize)
         if bucket and (taken[owner] + size > limit or dtype != bucket[0].matrix.grad.dtype):
             yield bucket
@@ -696,13 +696,19 @@ def _buckets(members: list[Shared]) -> Iterator[list[Shared]]:
     yield bucket
 
 
+def _room(x: Matrix) -> int:
+    """The bytes of arriving updates and leaving steps that an owner has at a time: an eighth of what a step
+    may take. Beside them there are the messages themselves, and those of the next matrices.
+    """
+    return max(ceiling(x.group["max_workspace_bytes"], x.grad.device.type) // 8, 1)
+
+
 def _collect(party: Party, bucket: list[Shared], workspace: Workspace) -> Callable[[], list[Matrix]]:
     """Take in the gradients, and send updates to their owners. Returns what waits for those of this rank."""
     me, first = party.rank, bucket[0].matrix
     updates: dict[int, Tensor] = {}
     pieces = [s.piece for s in bucket if s.piece is not None]
-    limit = ceiling(first.group["max_workspace_bytes"], first.grad.device.type) // 4
-    for batch in batches(pieces, lambda x: x.kind, lambda x: 4 * x.grad.nbytes, limit):
+    for batch in batches(pieces, lambda x: x.kind, lambda x: 4 * x.grad.nbytes, _room(first)):
         U = accumulate(batch, workspace).U
         updates |= {id(x): one for x, one in zip(batch, U.clone().unbind(0), strict=True)}
     sources = {id(s): s.home.sources(s.index) for s in bucket}

@@ -56,9 +56,11 @@ def _solve_room(x: Matrix) -> int:
 
 
 def ceiling_of(matrices: Iterable[Matrix]) -> int:
-    """The bytes that a step may take beside the state, where these are worked on."""
-    asked = {(x.group["max_workspace_bytes"], x.param.device.type) for x in matrices}
-    return min((ceiling(*pair) for pair in asked), default=1)
+    """The bytes that a step may take beside the state, where these are worked on: half of them, where the
+    other half is for what travels between ranks.
+    """
+    asked = {(x.group["max_workspace_bytes"], x.param.device.type, x.party is not None) for x in matrices}
+    return min((ceiling(size, kind) // (1 + shared) for size, kind, shared in asked), default=1)
 
 
 Item = TypeVar("Item")

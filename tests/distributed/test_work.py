@@ -5,6 +5,7 @@ from math import prod
 import pytest
 import torch
 from distributed.test_parity import RESTING, SHAPES, VARIANTS, gradients, start
+from live import Live
 from torch import distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,6 +130,41 @@ def test_between_copies_only_transforms_travel(counted, world):
         assert sent.get("transforms", 0) == 4 * transforms
         assert sent.get("directions", 0) == 4 * directions
         assert "updates" not in sent
+
+
+CEILING = 24 * 128 * 128 * 4  # twice what solving for one of the matrices takes
+
+
+def fill(rank, world, layout, gate):
+    """The most bytes that a step took beside parameters, gradients and state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    more, put = {"process_group": dist.group.WORLD}, torch.clone
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        more, put = {}, lambda value: distribute_tensor(value, mesh, [Shard(0)])
+    params = [nn.Parameter(put(torch.randn(128, 128))) for _ in range(16)]
+    settings = {"guard": False, "max_age": 2, "gate": gate, "max_workspace_bytes": CEILING}
+    optimizer = CacheMuon(params, **settings, **more)
+    peaks = []
+    for step in range(4):
+        for param in params:
+            param.grad = put(torch.randn(128, 128, generator=torch.Generator().manual_seed(step)))
+        if step == 0:
+            optimizer.step()
+            continue
+        with Live(optimizer) as live:
+            optimizer.step()
+        peaks.append(live.peak)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("gate", ["sync", "lagged"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_what_travels_stays_within_the_ceiling(ranks, layout, gate):
+    for peak in ranks(fill, 2, layout, gate):
+        assert CEILING / 4 < peak <= CEILING
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
