@@ -9,8 +9,6 @@ import torch
 from distributed.test_models import decided, net, optimizer_of, train, whole, wrap
 from torch import distributed as dist
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BEFORE, AFTER = 7, 6
 
 

@@ -20,8 +20,6 @@ from cachemuon_lab.models import GPT2Config, ResNetConfig
 from cachemuon_lab.record import Run
 from cachemuon_lab.train import Interrupted, train
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 OPTIMIZERS = {
     "polar": OptimizerConfig("polar"),
     "gram": OptimizerConfig("gram", nesterov=True),
@@ -196,8 +194,7 @@ def process_of(rank, parent):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the rank's process in /proc")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_goes_on_after_a_rank_was_killed(ranks, corpus, tmp_path, strategy):
+def test_a_run_goes_on_after_a_rank_was_killed(ranks, corpus, tmp_path, strategy="fsdp"):
     sets = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=16", "batch_size=2"]
     sets += ["accumulation=2", "validation_batches=1", "steps=60", "checkpoint_every=5", "validate_every=30"]
     sets += [f"data.path={corpus}"]

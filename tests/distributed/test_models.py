@@ -7,8 +7,6 @@ from torch.nn.functional import cross_entropy
 
 from cachemuon import CacheMuon, Muon, param_groups
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 WORDS, WIDTH, BATCH, LENGTH, STEPS = 31, 24, 12, 6, 30
 
 

@@ -8,8 +8,6 @@ from torch import nn
 from cachemuon import CacheMuon, Muon
 from cachemuon.distributed import held
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 STEPS = 30
 SHAPES = [(40, 64), (24, 24), (48, 20), (7, 32), (40, 64), (6, 16, 24), (8, 3, 3, 3), (24, 24)]
 RESTING = [(12, 20), (5, 16, 9)]  # whose guard finds that they are too small for a cache

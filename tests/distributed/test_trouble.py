@@ -15,8 +15,6 @@ from torch import nn
 
 from cachemuon import CacheMuon, Muon
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def params_of(layout, world):
     generator = torch.Generator().manual_seed(0)

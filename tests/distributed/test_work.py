@@ -15,8 +15,6 @@ from cachemuon.distributed import owners
 from cachemuon.flops import GPT2_SMALL
 from cachemuon.plan import Plan, cost_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 STEPS = 12
 
 
