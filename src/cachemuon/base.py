@@ -141,7 +141,10 @@ class MatrixOptimizer(Optimizer):
         homes = self._homes()
         present, agreed = homes.present()
         if not agreed:
-            self._warn_missing()
+            self._warn_once(
+                "a parameter has a gradient on some ranks and none on others: no rank steps it. This is said "
+                "once."
+            )
         for group, members in zip(self.param_groups, named, strict=True):
             if not group["use_muon"]:
                 self._adam(group, [param for _, param in members])
@@ -164,16 +167,6 @@ class MatrixOptimizer(Optimizer):
         if homes is None or not homes.fits(self.param_groups):
             homes = self._kept.homes = Homes(self.param_groups, self._kept.parties, self._works)
         return homes
-
-    def _warn_missing(self) -> None:
-        if not self._kept.warned:
-            self._kept.warned = True
-            warnings.warn(
-                "a parameter has a gradient on some ranks and none on others: no rank steps it. This is said "
-                "once.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def _rows(self, entry: str, matrices: list[Matrix]) -> list[list[Any]]:
         """The "counters" or "residuals" of each matrix, which the host knows by heart."""
@@ -198,14 +191,15 @@ class MatrixOptimizer(Optimizer):
             self._warn_non_finite()
 
     def _warn_non_finite(self) -> None:
-        if not self._kept.warned:
-            self._kept.warned = True
-            warnings.warn(
-                "a gradient has a NaN or Inf: that matrix, its momentum and its transform were left as they "
-                "were for the step; cache_stats() counts such steps as 'non-finite'. This is said once.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self._warn_once(
+            "a gradient has a NaN or Inf: that matrix, its momentum and its transform were left as they "
+            "were for the step; cache_stats() counts such steps as 'non-finite'. This is said once."
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._kept.warned:
+            self._kept.warned.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _with_grad(self, index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name, param in named_params(group, index):

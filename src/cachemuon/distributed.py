@@ -246,6 +246,11 @@ class Part(NamedTuple):
         """Its elements."""
         return prod(self.shape)
 
+    @property
+    def region(self) -> Hashable:
+        """Which numbers of the matrix these are."""
+        return tuple((side.start, side.stop) for _, there in self.boxes for side in there)
+
     @classmethod
     def of(cls, runs: Sequence[Runs], index: tuple[int, ...]) -> Part | None:
         """From the indices that a rank holds along each dimension of a parameter; None if it has nothing."""
@@ -350,7 +355,7 @@ class Home:
         order = sorted(parts, key=lambda rank: (rank != owner, rank))
         seen: dict[Hashable, int] = {}
         for rank in order:
-            seen.setdefault(tuple(str(there) for _, there in parts[rank].boxes), rank)
+            seen.setdefault(parts[rank].region, rank)
         return sorted(seen.values())
 
 

@@ -184,7 +184,7 @@ class Kept:
     homes: Any = None
     parties: dict[tuple[int, ...], Any] = field(default_factory=dict)
     reconciled: bool = False  # with other ranks, since the state was made or loaded
-    warned: bool = False
+    warned: set[str] = field(default_factory=set)
 
     def send(self, claims: Sequence[Pending], finite: list[Tensor], residuals: list[Tensor]) -> None:
         """Send to the host, in the order of the claims, which of them hold, and the residuals that they wait
