@@ -60,6 +60,34 @@ def as_replicas(value: Any) -> Replicas:
     raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {value!r}")
 
 
+@contextmanager
+def watched(group: Any) -> Iterator[None]:
+    """Where a collective of a process group fails, name the ranks that are gone: those that do not say that
+    they are there.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if gone := _absent(dist.get_process_group_ranks(group)):
+            names = ("rank " if len(gone) == 1 else "ranks ") + ", ".join(map(str, gone))
+            raise RuntimeError(f"no answer from {names} of {dist.get_world_size(group)}") from error
+        raise
+
+
+def _absent(ranks: list[int]) -> list[int]:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"cachemuon/{dist.get_rank()}", "here")
+        until = time.monotonic() + PATIENCE
+        while gone := [rank for rank in ranks if not store.check([f"cachemuon/{rank}"])]:
+            if time.monotonic() > until:
+                return gone
+            time.sleep(0.1)
+    except RuntimeError:  # the store is gone, with the rank that has it
+        return [0]
+    return []
+
+
 EXCHANGES = ("transforms", "directions")
 """What owners of cached matrices send to ranks that have copies."""
 
@@ -85,7 +113,7 @@ class Party:
     def count(self, flags: list[bool]) -> list[int]:
         """On how many ranks each flag holds. Waits for the other hosts, not for any device."""
         counts = torch.tensor(flags, dtype=torch.int32, device=HOST)
-        with self._watched():
+        with watched(self.group):
             dist.all_reduce(counts, group=self._host_group)
         self.traffic["presence"] += counts.nbytes
         return [int(number) for number in counts.tolist()]
@@ -93,21 +121,21 @@ class Party:
     def same(self, number: int) -> bool:
         """Whether all ranks have the same number."""
         ends = torch.tensor([number, -number], dtype=torch.int64, device=HOST)
-        with self._watched():
+        with watched(self.group):
             dist.all_reduce(ends, dist.ReduceOp.MIN, group=self._host_group)
         least, most = ends.tolist()
         return bool(least == -most)
 
     def least(self, values: Tensor) -> Tensor:
         """The smallest of all ranks' values."""
-        with self._watched():
+        with watched(self.group):
             dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
         self.traffic["finite"] += values.nbytes
         return values
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of all ranks' values: the owners' own, where all others have zeros."""
-        with self._watched():
+        with watched(self.group):
             dist.all_reduce(values, group=self.group)
         self.traffic["residuals"] += values.nbytes
         return values
@@ -120,36 +148,10 @@ class Party:
         leaving, coming = sizes
         sent = torch.cat([tensor.reshape(-1) for tensor in outgoing])
         received = sent.new_empty(sum(coming))
-        with self._watched():
+        with watched(self.group):
             work = dist.all_to_all_single(received, sent, coming, leaving, group=self.group, async_op=True)
         self.traffic[what] += (sum(leaving) - leaving[self.rank]) * sent.itemsize
-        return Arrival(self, work, sent, received)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Where a collective fails, name the ranks that are gone: those that do not say that they are not."""
-        try:
-            yield
-        except RuntimeError as error:
-            if gone := self._missing():
-                names = ", ".join(map(str, gone))
-                told = f"rank {names}" if len(gone) == 1 else f"ranks {names}"
-                raise RuntimeError(f"no answer from {told} of {self.size}") from error
-            raise
-
-    def _missing(self) -> list[int]:
-        ranks = dist.get_process_group_ranks(self.group)
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"cachemuon/{dist.get_rank()}", "here")
-            until = time.monotonic() + PATIENCE
-            while gone := [rank for rank in ranks if not store.check([f"cachemuon/{rank}"])]:
-                if time.monotonic() > until:
-                    return gone
-                time.sleep(0.1)
-        except RuntimeError:  # the store is gone, with the rank that has it
-            return [0]
-        return []
+        return Arrival(self.group, work, sent, received)
 
     def spread(self, matrices: list[Matrix], made: dict[int, Tensor]) -> list[Tensor]:
         """The transforms of these matrices, of which each rank has `made` its own."""
@@ -172,14 +174,14 @@ class Party:
 class Arrival:
     """What is on its way. `sent` is kept until it has left."""
 
-    party: Party
+    group: Any
     work: Any
     sent: Tensor
     received: Tensor
 
     def wait(self) -> Tensor:
         """What has arrived."""
-        with self.party._watched():
+        with watched(self.group):
             self.work.wait()
         return self.received
 

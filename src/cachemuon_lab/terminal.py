@@ -31,6 +31,8 @@ def processes() -> Iterator[bool]:
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
+    from cachemuon.distributed import watched
+
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # After a restart torchrun's store still has the addresses of the processes before.
@@ -43,7 +45,8 @@ def processes() -> Iterator[bool]:
         world_size=world,
     )
     try:
-        yield distributed.get_rank() == 0
+        with watched(distributed.group.WORLD):
+            yield distributed.get_rank() == 0
     finally:
         # A wrapped model that only the collector would find keeps the group's threads alive, and one of them
         # that lets go of a tensor while the interpreter ends makes the process abort.

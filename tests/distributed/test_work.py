@@ -180,5 +180,9 @@ def test_owners_of_gpt2_small_have_equal_work(world):
             loads[step][owner] += cost.cold if step == early else cost.hit
     totals = [sum(load[rank] for load in loads) for rank in range(world)]
     assert max(totals) <= 1.25 * sum(totals) / world
+    solves = [0] * world
+    for param, owner in zip(params, found, strict=True):
+        solves[owner] += cost_of(group, param).cold
+    assert max(solves) <= 1.25 * sum(solves) / world
     for load in loads:
         assert max(load) <= 1.5 * sum(load) / world
