@@ -135,10 +135,20 @@ def alone():
     return of
 
 
-@pytest.mark.parametrize("cls", [CacheMuon, Muon])
 @pytest.mark.parametrize(
-    ("strategy", "world"),
-    [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 4), ("fsdp+tp", 4)],
+    ("strategy", "world", "cls"),
+    [
+        ("ddp", 2, CacheMuon),
+        ("ddp", 4, CacheMuon),
+        ("ddp", 2, Muon),
+        ("fsdp", 2, CacheMuon),
+        ("fsdp", 3, Muon),
+        ("fsdp", 4, CacheMuon),
+        ("hsdp", 4, CacheMuon),
+        ("tp", 4, CacheMuon),
+        ("fsdp+tp", 4, CacheMuon),
+        ("fsdp+tp", 4, Muon),
+    ],
 )
 def test_a_wrapped_model_trains_as_a_plain_one(ranks, alone, strategy, world, cls):
     params, outcomes = alone(cls)
