@@ -18,8 +18,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from cachemuon import CacheGNS, GramNS
-from cachemuon.distributed import Work, owners
 from cachemuon.flops import GPT2_LARGE, Executed, executed_by
+from cachemuon.ownership import Work, owners
 from cachemuon.plan import spread
 from cachemuon_lab import drawing
 from cachemuon_lab.performance import Cells, renewed

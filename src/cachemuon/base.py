@@ -18,7 +18,6 @@ from .distributed import (
     Home,
     Homes,
     Shared,
-    Work,
     agree_on_finite,
     as_replicas,
     by_mesh,
@@ -28,6 +27,7 @@ from .distributed import (
 from .groups import matrix_shape
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
+from .ownership import Work
 from .polar import Solver, full_precision
 from .settings import (
     ADAM_DEFAULTS,
@@ -55,7 +55,7 @@ class MatrixOptimizer(Optimizer):
         self, params: ParamsT, solver: Solver, eps: float | None, process_group: Any, **settings: Any
     ) -> None:
         settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
-        settings["process_group"] = process_group
+        settings["process_group"] = as_replicas(process_group)
         super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **settings})
         self._kept = Kept()
 

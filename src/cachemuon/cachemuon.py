@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -15,9 +14,7 @@ from .distributed import (
     EXCHANGES,
     Party,
     Shared,
-    Work,
     apart,
-    as_replicas,
     by_party,
     parties_of,
     ranks_of,
@@ -28,7 +25,8 @@ from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transfo
 from .flops import paper_cost, price
 from .fresh import send
 from .host import Claim, Edits
-from .matrices import Matrix
+from .matrices import Matrix, agreed
+from .ownership import Work
 from .plan import Plan, cache_of, cost_of, wide_shape
 from .polar import GramNS
 from .settings import shorthand
@@ -108,7 +106,7 @@ class CacheMuon(MatrixOptimizer):
             params,
             GramNS() if solver is None else solver,
             eps,
-            as_replicas(process_group),
+            process_group,
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -190,10 +188,8 @@ class CacheMuon(MatrixOptimizer):
         for d in told:
             parties.setdefault(d.matrix.party, []).append(d)
         for party, members in parties.items():
-            finite = [torch.stack([d.matrix.finite for d in members if d.matrix.finite is not None])]
-            self._kept.send(
-                [Told(d) for d in members], finite, [party.total(residuals_of(members)).flatten()]
-            )
+            residuals = party.total(residuals_of(members)).flatten()
+            self._kept.send([Told(d) for d in members], [agreed([d.matrix for d in members])], [residuals])
 
     def _reconcile(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         """After loading: keep only the transforms that are worked with here, and begin anew, on all ranks,

@@ -1,8 +1,8 @@
-"""Which rank works on a matrix, and what travels between ranks, over torch.distributed.
+"""What ranks tell and send one another, over torch.distributed; and where the parameters are.
 
 Where a matrix is whole on every rank, transforms travel; where it is sharded, shards travel. Every matrix has
 one owner, which solves for it and decides about it. Who that is follows from shapes and ranks alone, so every
-rank knows it. Without other ranks nothing of this file is called in a step.
+rank knows it. Without other ranks nothing is communicated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,13 @@ from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, StateDict
 
 from .groups import matrix_shape
-from .matrices import Matrix, accumulate, add, batches, is_dtensor, local
+from .matrices import Matrix, accumulate, add, agreed, batches, is_dtensor, local
+from .ownership import Part, Runs, Work, held, owners
 from .polar import computed_in
 from .workspace import Workspace, ceiling
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 HOST = torch.device("cpu")
 PATIENCE = 5  # seconds, for a rank to say that it is there
@@ -186,154 +190,6 @@ class Arrival:
         return self.received
 
 
-Runs = list[range]
-
-
-def cut(runs: Runs, begin: int, end: int) -> Runs:
-    """Those of a list's places that lie at begin, ..., end - 1 of it.
-
-    >>> cut([range(0, 3), range(7, 9)], 2, 5)
-    [range(2, 3), range(7, 9)]
-    """
-    found, before = [], 0
-    for run in runs:
-        part = run[max(begin - before, 0) : max(end - before, 0)]
-        before += len(run)
-        if len(part):
-            found.append(part)
-    return found
-
-
-def chunk(runs: Runs, number: int, place: int) -> Runs:
-    """One of so many chunks, as torch.chunk makes them, where missing ones are empty.
-
-    >>> [chunk([range(7)], 3, place) for place in range(3)], chunk([range(2)], 4, 3)
-    ([[range(0, 3)], [range(3, 6)], [range(6, 7)]], [])
-    """
-    size = -(-sum(map(len, runs)) // number)
-    return cut(runs, place * size, (place + 1) * size)
-
-
-def held(length: int, dim: int, placements: Sequence[Any], mesh: Sequence[int], where: Sequence[int]) -> Runs:
-    """The indices along one dimension that the rank at `where` in a mesh holds of a DTensor."""
-    runs = [range(length)]
-    for placement, number, place in zip(placements, mesh, where, strict=True):
-        if getattr(placement, "dim", None) != dim:
-            continue
-        blocks = getattr(placement, "split_factor", 1)  # FSDP over tensor parallel shards within its blocks
-        runs = [run for block in range(blocks) for run in chunk(chunk(runs, blocks, block), number, place)]
-    merged: Runs = []
-    for run in runs:
-        if merged and merged[-1].stop == run.start:
-            merged[-1] = range(merged[-1].start, run.stop)
-        else:
-            merged.append(run)
-    return [run for run in merged if len(run)]
-
-
-Box = tuple[slice, ...]
-
-
-class Part(NamedTuple):
-    """What one rank has of a matrix: at `place` in its stack, if it is one, a tensor of that shape; and which
-    boxes of it are which boxes of the whole.
-    """
-
-    place: tuple[int, ...]
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, Box], ...]
-
-    @property
-    def size(self) -> int:
-        """Its elements."""
-        return prod(self.shape)
-
-    @property
-    def region(self) -> Hashable:
-        """Which numbers of the matrix these are."""
-        return tuple((side.start, side.stop) for _, there in self.boxes for side in there)
-
-    @classmethod
-    def of(cls, runs: Sequence[Runs], index: tuple[int, ...]) -> Part | None:
-        """From the indices that a rank holds along each dimension of a parameter; None if it has nothing."""
-        place = []
-        for one, along in zip(index, runs, strict=False):
-            before = 0
-            for run in along:
-                if one in run:
-                    place.append(before + one - run.start)
-                before += len(run)
-        rest = runs[len(index) :]
-        shape = tuple(sum(map(len, along)) for along in rest)
-        if len(place) < len(index) or not prod(shape):
-            return None
-        return cls(tuple(place), shape, tuple(_boxes(rest)))
-
-    def cut_from(self, whole: Tensor) -> Tensor:
-        """This part of a matrix."""
-        if len(self.boxes) == 1:
-            return whole[self.boxes[0][1]]
-        part = whole.new_empty(self.shape)
-        for here, there in self.boxes:
-            part[here] = whole[there]
-        return part
-
-    def put_into(self, whole: Tensor, part: Tensor) -> None:
-        """Write this part of a matrix."""
-        for here, there in self.boxes:
-            whole[there] = part.view(self.shape)[here]
-
-
-def _boxes(rest: Sequence[Runs]) -> Iterator[tuple[Box, Box]]:
-    pairs = []
-    for along in rest:
-        before, here = 0, []
-        for run in along:
-            here.append((slice(before, before + len(run)), slice(run.start, run.stop)))
-            before += len(run)
-        pairs.append(here)
-    for chosen in product(*pairs):
-        yield tuple(one for one, _ in chosen), tuple(one for _, one in chosen)
-
-
-class Work(NamedTuple):
-    """What a matrix costs its owner: FLOPs at every step, and those of a solve, which is due at a step of
-    that number within a life; None: every step's are all.
-    """
-
-    step: int
-    solve: int
-    due: int | None = None
-
-
-def owners(works: Sequence[Work], choices: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """The owner of each matrix, one of its choices, so that ranks have about the same work.
-
-    The solves that are due at one step are spread first, the largest ones before the others; then what is
-    the same at every step.
-
-    >>> owners([Work(1, 9, 0), Work(1, 9, 0), Work(1, 9, 1), Work(5, 0)], [(0, 1)] * 4, 2)
-    [0, 1, 0, 1]
-    """
-    load, due = [0] * ranks, Counter[tuple[int, int]]()
-    found = [0] * len(works)
-
-    def order(number: int) -> tuple[int, int, int, int]:
-        work = works[number]
-        late = (1, 0) if work.due is None else (0, work.due)
-        return (*late, -work.solve - work.step, number)
-
-    lives = 1 + max((work.due for work in works if work.due is not None), default=0)
-    for number in sorted(range(len(works)), key=order):
-        work, at = works[number], works[number].due
-        rank = min(choices[number], key=lambda r: (due[r, -1 if at is None else at], load[r], r))
-        if at is not None:
-            due[rank, at] += work.solve
-        load[rank] += work.step * lives + work.solve
-        found[number] = rank
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class Home:
     """Where the matrices of a parameter are: what each rank of a party has of each, and its owner."""
@@ -351,14 +207,16 @@ class Home:
         """Whether its owner is the only one to have any of it."""
         return list(self.parts[index]) == [self.owners[index]]
 
-    def sources(self, index: int) -> list[int]:
-        """Who sends the owner its parts: the ranks that together have the matrix once, itself if it can."""
-        parts, owner = self.parts[index], self.owners[index]
-        order = sorted(parts, key=lambda rank: (rank != owner, rank))
-        seen: dict[Hashable, int] = {}
-        for rank in order:
-            seen.setdefault(parts[rank].region, rank)
-        return sorted(seen.values())
+    @cached_property
+    def sources(self) -> list[set[int]]:
+        """Who sends an owner its parts: the ranks that together have the matrix once, itself if it can."""
+        found = []
+        for parts, owner in zip(self.parts, self.owners, strict=True):
+            seen: dict[Hashable, int] = {}
+            for rank in sorted(parts, key=lambda rank: (rank != owner, rank)):
+                seen.setdefault(parts[rank].region, rank)
+            found.append(set(seen.values()))
+        return found
 
 
 class Homes:
@@ -462,11 +320,7 @@ def _parts(group: dict[str, Any], param: Tensor, party: Party) -> list[dict[int,
     if is_dtensor(param):
         mesh = param.device_mesh.mesh
         for where in product(*map(range, mesh.shape)):
-            rank = dist.get_group_rank(party.group, int(mesh[where]))
-            by_rank[rank] = [
-                held(length, dim, param.placements, tuple(mesh.shape), where)
-                for dim, length in enumerate(param.shape)
-            ]
+            by_rank[dist.get_group_rank(party.group, int(mesh[where]))] = _runs(param, where)
     else:
         by_rank = {rank: [[range(length)] for length in param.shape] for rank in range(party.size)}
     found = []
@@ -474,6 +328,12 @@ def _parts(group: dict[str, Any], param: Tensor, party: Party) -> list[dict[int,
         parts = {rank: Part.of(runs, index) for rank, runs in sorted(by_rank.items())}
         found.append({rank: part for rank, part in parts.items() if part is not None})
     return found
+
+
+def _runs(param: DTensor, where: Sequence[int]) -> list[Runs]:
+    """The indices that the rank at `where` in a parameter's mesh holds along each dimension."""
+    sides = tuple(param.device_mesh.mesh.shape)
+    return [held(length, dim, param.placements, sides, where) for dim, length in enumerate(param.shape)]
 
 
 def _choices(parts: dict[int, Part], size: int, ranks: int) -> Sequence[int]:
@@ -503,18 +363,14 @@ def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
     """A tensor that is whole as what this rank has of it, if its parameter is sharded."""
     if not is_dtensor(param) or is_dtensor(tensor) or tensor.shape != param.shape:
         return tensor
-    mesh, placements = param.device_mesh, param.placements
+    mesh = param.device_mesh
     where = mesh.get_coordinate()
     if where is None:
         return tensor
-    runs = [
-        held(length, dim, placements, tuple(mesh.mesh.shape), where) for dim, length in enumerate(param.shape)
-    ]
-    part = Part.of(runs, ())
+    part = Part.of(_runs(param, where), ())
     own = tensor.new_empty(local(param).shape) if part is None else part.cut_from(tensor).contiguous()
-    return type(param).from_local(
-        own, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    placed = mesh, param.placements
+    return type(param).from_local(own, *placed, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -572,9 +428,7 @@ class Shared:
     index: int
     matrix: Matrix
     piece: Matrix | None
-    natural: tuple[
-        int, ...
-    ]  # its shape as a part of the parameter: a convolution has more than two dimensions
+    natural: tuple[int, ...]  # its shape as a part of the parameter: a convolution's has more dimensions
 
     @property
     def mine(self) -> bool:
@@ -598,10 +452,8 @@ def shared_of(
         grad = grad.to(param.dtype)
     tall = rows > cols
     shape = (cols, rows) if tall else (rows, cols)
-    kind, natural = (
-        (rows, cols, param.dtype, own.device, recipe),
-        tuple(param.shape[-2:] if count > 1 else param.shape),
-    )
+    kind = (rows, cols, param.dtype, own.device, recipe)
+    natural = tuple(param.shape[-2:] if count > 1 else param.shape)
     found = []
     for index in range(count):
         part = home.parts[index].get(home.party.rank)
@@ -718,11 +570,10 @@ def _collect(party: Party, bucket: list[Shared], workspace: Workspace) -> Callab
     for batch in batches(pieces, lambda x: x.kind, lambda x: 4 * x.grad.nbytes, _room(first)):
         U = accumulate(batch, workspace).U
         updates |= {id(x): one for x, one in zip(batch, U.clone().unbind(0), strict=True)}
-    sources = {id(s): s.home.sources(s.index) for s in bucket}
     outgoing, leaving = [first.grad.new_empty(0)], [0] * party.size
     for rank in range(party.size):
         for s in bucket:
-            if s.home.owners[s.index] == rank and me in sources[id(s)] and s.piece is not None:
+            if s.home.owners[s.index] == rank and me in s.home.sources[s.index] and s.piece is not None:
                 outgoing.append(updates[id(s.piece)])
                 leaving[rank] += s.piece.grad.numel()
     mine = [s for s in bucket if s.mine]
@@ -730,7 +581,7 @@ def _collect(party: Party, bucket: list[Shared], workspace: Workspace) -> Callab
         (rank, s, s.home.parts[s.index][rank])
         for rank in range(party.size)
         for s in mine
-        if rank in sources[id(s)]
+        if rank in s.home.sources[s.index]
     ]
     sizes = [sum(part.size for one, _, part in coming if one == rank) for rank in range(party.size)]
     arrival = party.exchange("updates", outgoing, (leaving, sizes))
@@ -779,7 +630,6 @@ def _deliver(party: Party, bucket: list[Shared]) -> Callable[[], None]:
         steps = {id(x): values for (_, x), values in zip(coming, received, strict=True)}
         pieces = [x for _, x in coming]
         for batch in batches(pieces, lambda x: x.kind, lambda x: 0, 1):
-            finite = torch.stack([x.finite for x in batch if x.finite is not None])
-            add(batch, [steps[id(x)].view(x.param.shape) for x in batch], finite)
+            add(batch, [steps[id(x)].view(x.param.shape) for x in batch], agreed(batch))
 
     return arrived

@@ -23,6 +23,7 @@ from .matrices import (
     Matrix,
     Update,
     accumulate,
+    agreed,
     batches,
     descend,
     factor,
@@ -426,7 +427,7 @@ def _masked(batch: list[Decision]) -> Tensor | None:
     """Which gradients are finite, of matrices that other ranks have too; None where that was read."""
     if batch[0].matrix.group["gate"] == "sync":
         return None
-    return torch.stack([d.matrix.finite for d in batch if d.matrix.finite is not None])
+    return agreed([d.matrix for d in batch])
 
 
 def _precision(d: Decision) -> Hashable:

@@ -161,13 +161,13 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
     arrived from other ranks was accumulated there.
     """
     if batch[0].arrived is not None:
-        return Update(update_of(batch, workspace), _agreed(batch), None)
+        return Update(update_of(batch, workspace), agreed(batch), None)
     G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
     updated = torch.lerp(M, G, 1 - batch[0].group["momentum"], out=workspace.like("scratch", M))
     peak = peak_of(updated)
     finite = torch.isfinite(peak)
     if batch[0].finite is not None:
-        finite &= _agreed(batch).view(-1, 1, 1)
+        finite &= agreed(batch).view(-1, 1, 1)
     torch.where(finite, updated, M, out=M)
     if len(batch) > 1:
         torch._foreach_copy_([x.momentum for x in batch], list(M.unbind(0)))
@@ -191,7 +191,7 @@ def update_of(batch: list[Matrix], workspace: Workspace, finite: Tensor | None =
     return _ahead(batch, G, M, workspace)
 
 
-def _agreed(batch: list[Matrix]) -> Tensor:
+def agreed(batch: list[Matrix]) -> Tensor:
     """Which gradients are finite on all ranks, `(B,)`."""
     return torch.stack([x.finite for x in batch if x.finite is not None])
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .base import MatrixOptimizer
-from .distributed import Shared, Work, apart, as_replicas, travel, worked_on
+from .distributed import Shared, apart, travel, worked_on
 from .flops import Executed, executed_by, paper_cost
 from .fresh import send, solve_step
 from .groups import matrix_shape
 from .host import Claim
 from .matrices import Matrix
+from .ownership import Work
 from .plan import wide_shape
 from .polar import AutoNS, GramNS, Solver, StandardNS
 from .products import panels
@@ -65,7 +66,7 @@ class Muon(MatrixOptimizer):
             params,
             AutoNS() if solver is None else solver,
             eps,
-            as_replicas(process_group),
+            process_group,
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,

@@ -103,7 +103,7 @@ class Plan:
     """
 
     def __init__(self, groups: list[dict[str, Any]], apart: Collection[tuple[int, ...]] = ()) -> None:
-        self.key, self.apart = _key(groups), apart
+        self.key = _key(groups)
         self._places: dict[int, tuple[Policy, list[int]]] = {}
         members = [
             (group, param)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import CacheMuon
-from cachemuon.distributed import owners
 from cachemuon.flops import GPT2_SMALL
+from cachemuon.ownership import owners
 from cachemuon.plan import Plan, cost_of
 
 STEPS = 12

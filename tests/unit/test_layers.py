@@ -20,6 +20,7 @@ LAYERS = (  # lowest first
     "theory",
     "groups",
     "matrices",
+    "ownership",
     "distributed",
     "settings",
     "host",
