@@ -43,18 +43,16 @@ from cachemuon_lab.compare import configure
 from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig, RunConfig
 from cachemuon_lab.data.prepare import SPLITS
 from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS, gpt2_encoding
-from cachemuon_lab.models import build
-from cachemuon_lab.optimizers import Meter, make_optimizer
 from cachemuon_lab.performance import Cells, renewed
 from cachemuon_lab.recipes import recipe
 from cachemuon_lab.record import Run
-from cachemuon_lab.timing import turns
-from cachemuon_lab.train import open_data, train
+from cachemuon_lab.timing import train_in_turns
+from cachemuon_lab.train import train
 
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
 RIVALS = ("gram", "cache")
 KINDS = (*RIVALS, "polar", "jordan", "stale", "paper", "adamw")
-TIMED, CPU = 44, torch.device("cpu")  # steps: four lives of a transform
+TIMED = 44  # steps: four lives of a transform
 TUNING, FEW, MANY = 0, (1, 2, 3), (1, 2, 3, 4, 5)  # seeds: for the search; for every method; for the rivals
 
 RATES = (0.02, 0.04, 0.08)
@@ -220,22 +218,9 @@ class Study:
 
     def milliseconds(self, task: str, methods: Sequence[OptimizerConfig]) -> list[float]:
         """The mean matrix part of a step of each method, on all threads; they take turns step by step."""
-        runs = []
-        for method in methods:
-            config = self.config(Job(task, method, TUNING))
-            torch.manual_seed(config.seed)
-            model = build(config.model)
-            runs.append((open_data(config), model, Meter(make_optimizer(config.optimizer, model), CPU)))
-        took: list[list[float]] = [[] for _ in methods]
-        for step in range(TIMED + 1):
-            for number in turns(range(len(methods)), step):
-                data, model, meter = runs[number]
-                model(*data.train(step)).backward()
-                meter.step()
-                meter.optimizer.zero_grad()
-                if step:  # the first is a cold one
-                    took[number].append(1e3 * meter.seconds["orthogonalization_seconds"])
-        return [round(fmean(times), 2) for times in took]
+        configs = [self.config(Job(task, method, TUNING)) for method in methods]
+        took = train_in_turns(configs, TIMED)
+        return [round(1e3 * fmean(one["orthogonalization_seconds"] for one in times), 2) for times in took]
 
 
 def ablations(task: str, ours: OptimizerConfig) -> Iterator[Job]:

@@ -1,15 +1,15 @@
 """GPT-2 Small itself, 124 million parameters, trained whole: loss against wall-clock time.
 
-    python benchmarks/small.py --data DIR [--out runs/small] [--steps 250] [--search 40]
+    python benchmarks/small.py --data DIR [--out runs/small] [--steps 250] [--search 100] [--workers 2]
 
 `DIR` has `train.bin` and `val.bin` in GPT-2's tokens. Three optimizers: CacheMuon, the best fresh Muon
 (GramMuon with Nesterov's momentum), and torch.optim.Muon's mathematics in float32 (its quintic, iterated on
-the matrices themselves). First the learning rate of the first two is chosen by the loss after a shorter run:
-0.02 and 0.04, and from the better one on the next of a ladder until that is worse; the third has GramMuon's.
-Momentum is the one that was best for both at width 256 in as many steps (docs/beyond-the-paper.md). Then all
-are trained for `--steps` steps of 4 x 256 tokens, taking turns of 25 steps, so that a slow hour of the
-machine is one for all. Nothing else should run. Times are those of the training steps; validation and
-checkpoints are not in them.
+the matrices themselves). First the learning rate of the first two is chosen by the loss after a shorter run
+of four of the twelve blocks: two rates, and from the better one on the next of a ladder until that is worse;
+the third has GramMuon's. Momentum is the one that was best for both at width 256 in as many steps
+(docs/beyond-the-paper.md). Then all are trained for `--steps` steps of 4 x 256 tokens. A run has one thread,
+and `--workers` of them go at a time: losses do not depend on that. Times are measured apart, at the end, when
+nothing else should run: whole training steps of all three on all threads, in turns.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `small.json` and `small.png`, and with `--page` the table of that page.
@@ -21,13 +21,17 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -37,67 +41,113 @@ from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
 from cachemuon_lab.performance import Cells, renewed
 from cachemuon_lab.recipes import recipe
 from cachemuon_lab.record import Run
+from cachemuon_lab.timing import train_in_turns
 from cachemuon_lab.train import Interrupted, train
 
-KINDS = ("cache", "gram", "jordan")
+KINDS = ("gram", "cache", "jordan")
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, weight_decay=0.1, adam_lr=2e-3)
-LADDER, FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16), (2, 3)  # learning rates; where the search begins
-TURN = 25  # steps
+LADDER = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+FIRST = {"gram": (2, 3), "cache": (3, 4)}  # where on it the searches begin
 SETTINGS = ("data.context=256", "batch_size=4", "accumulation=1", "autocast=none", "validation_batches=16")
+SHORTER = ("model.layers=4",)  # in the search
+OFTEN, TIMED = 25, 22  # steps between validations; steps that are timed: two lives of a transform
+
+
+class Stopped(Exception):
+    """Not everything is done yet; what is done is kept."""
 
 
 class Small:
-    """The runs of a folder, trained in turns."""
+    """The runs of a folder."""
 
-    def __init__(self, data: Path, out: Path, steps: int, search: int, minutes: float = math.inf) -> None:
+    def __init__(
+        self,
+        data: Path,
+        out: Path,
+        steps: int,
+        search: int,
+        *,
+        workers: int = 2,
+        minutes: float = math.inf,
+        kinds: Sequence[str] = KINDS,
+    ) -> None:
         self.data, self.out, self.steps, self.search = data, out, steps, search
-        self.deadline = time.monotonic() + 60 * minutes
+        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+        self.deadline = time.time() + 60 * minutes
+        self.kinds = [kind for kind in KINDS if kind in {*FIRST, *kinds}]
 
-    def config(self, optimizer: OptimizerConfig, steps: int) -> RunConfig:
+    def config(self, optimizer: OptimizerConfig, steps: int, settings: Sequence[str] = ()) -> RunConfig:
         own = (
             f"data.path={self.data}",
             f"steps={steps}",
-            f"validate_every={TURN}",
-            f"checkpoint_every={TURN}",
+            f"validate_every={OFTEN}",
+            f"checkpoint_every={OFTEN}",
         )
-        return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own))
+        return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own, *settings))
 
-    def searched(self, kind: str) -> dict[float, float]:
-        """The losses after shorter runs, by learning rate: none on the ladder beside the best is missing."""
-        losses: dict[float, float] = {}
-        places: Iterable[int] = FIRST
-        while wanted := [LADDER[place] for place in places if LADDER[place] not in losses]:
-            names = {f"search-{kind}-{rate:g}": rate for rate in wanted}
-            tried = {name: replace(SHARED, kind=kind, lr=rate) for name, rate in names.items()}
-            runs = self.train({name: self.config(one, self.search) for name, one in tried.items()})
-            losses |= {rate: runs[name].validations[-1]["loss"] for name, rate in names.items()}
-            best = LADDER.index(best_of(losses))
-            places = range(max(best - 1, 0), min(best + 2, len(LADDER)))
-        return dict(sorted(losses.items()))
+    def searched(self) -> dict[str, dict[float, float]]:
+        """For both rivals the losses after shorter runs, by learning rate, the best among its neighbours."""
+        losses: dict[str, dict[float, float]] = {kind: {} for kind in FIRST}
+        places: dict[str, Iterable[int]] = dict(FIRST)
+        while wanted := [
+            replace(SHARED, kind=kind, lr=LADDER[place])
+            for kind, found in places.items()
+            for place in found
+            if LADDER[place] not in losses[kind]
+        ]:
+            named = {_name(one, "search"): one for one in wanted}
+            runs = self.train({name: self.config(one, self.search, SHORTER) for name, one in named.items()})
+            for name, one in named.items():
+                losses[one.kind][one.lr] = runs[name].validations[-1]["loss"]
+            for kind, found in losses.items():
+                best = LADDER.index(best_of(found))
+                places[kind] = range(max(best - 1, 0), min(best + 2, len(LADDER)))
+        return {kind: dict(sorted(found.items())) for kind, found in losses.items()}
 
     def results(self) -> dict[str, Any]:
-        """Train everything, each method at the learning rate that was best, and sum it up."""
-        searched = {kind: self.searched(kind) for kind in ("cache", "gram")}
-        names = {}
-        for kind in KINDS:
-            rate = best_of(searched.get(kind, searched["gram"]))
-            names[f"{kind}-{rate:g}"] = self.config(replace(SHARED, kind=kind, lr=rate), self.steps)
-        return {"searched": searched, "methods": [summary(run) for run in self.train(names).values()]}
+        """Train everything, each method at the learning rate that was best, time it, and sum it up."""
+        searched = self.searched()
+        rates = {kind: best_of(searched.get(kind, searched["gram"])) for kind in self.kinds}
+        methods = [replace(SHARED, kind=kind, lr=rates[kind]) for kind in self.kinds]
+        configs = {_name(one): self.config(one, self.steps) for one in methods}
+        runs = self.train(configs)
+        self.pool.shutdown()
+        times = train_in_turns(list(configs.values()), TIMED)
+        return {
+            "searched": searched,
+            "methods": [summary(runs[name], time) for name, time in zip(configs, times, strict=True)],
+        }
 
     def train(self, runs: dict[str, RunConfig]) -> dict[str, Run]:
-        """All of them, a turn each, until all are finished."""
-        done: dict[str, Run] = {}
-        while len(done) < len(runs):
-            for name, config in runs.items():
-                if name in done:
-                    continue
-                turn = Turn(name, self.deadline)
-                try:
-                    done[name] = train(config, self.out / name, resume=True, stop=turn)
-                except Interrupted:
-                    if not turn.over or turn.late:
-                        raise
-        return done
+        """All of them, so many at a time, each in a process with one thread."""
+        folders = [self.out / name for name in runs]
+        try:
+            done = list(self.pool.map(partial(finished, deadline=self.deadline), runs.values(), folders))
+        except KeyboardInterrupt:  # each run has noted it too, and ends with a checkpoint
+            self.pool.shutdown(cancel_futures=True)
+            raise Stopped from None
+        if not all(done):
+            raise Stopped
+        return {name: Run.open(folder) for name, folder in zip(runs, folders, strict=True)}
+
+
+def finished(config: RunConfig, folder: Path, *, deadline: float) -> bool:
+    """Train until the end, or until that time of day; whether it came to the end."""
+
+    def show(at: dict[str, Any]) -> None:
+        if at["step"] % OFTEN == 0 or at["step"] == at["steps"]:
+            told = f"{at['step']} of {at['steps']} steps, {at['seconds_per_step']:.1f} s each"
+            print(f"{folder.name}: {told}, loss {at['validation']:.4f}", flush=True)
+
+    try:
+        train(config, folder, resume=True, on_progress=show, stop=lambda: time.time() > deadline)
+    except Interrupted:
+        return False
+    return True
+
+
+def _name(optimizer: OptimizerConfig, *before: str) -> str:
+    return "-".join([*before, optimizer.kind, f"{optimizer.lr:g}"])
 
 
 def best_of(losses: dict[float, float]) -> float:
@@ -105,40 +155,17 @@ def best_of(losses: dict[float, float]) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-class Turn:
-    """Asked after each step, it says when the next one's turn has come; and shows where this one is."""
-
-    def __init__(self, name: str, deadline: float) -> None:
-        self.name, self.deadline, self.began, self.step = name, deadline, time.monotonic(), 0
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
-
-    @property
-    def over(self) -> bool:
-        return self.step == TURN
-
-    def __call__(self) -> bool:
-        self.step += 1
-        pace = (time.monotonic() - self.began) / self.step
-        end = "\n" if self.over else ""
-        print(f"\r{self.name}: {self.step} of {TURN} steps, {pace:.1f} s each", end=end, flush=True)
-        return self.over or self.late
-
-
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: Run, times: list[dict[str, float]]) -> dict[str, Any]:
     """What the picture and the table need of a run: its validations, and the seconds until each."""
-    seconds = np.cumsum([line["step_seconds"] for line in run.steps])
-    optimizer = run.config.optimizer
+    optimizer, steps = run.config.optimizer, [line["step"] for line in run.validations]
+    took = {key: fmean(one[key] for one in times) for key in ("step_seconds", "optimizer_seconds")}
     return {
         "kind": optimizer.kind,
         "lr": optimizer.lr,
-        "steps": [line["step"] for line in run.validations],
+        "steps": steps,
         "losses": [round(line["loss"], 4) for line in run.validations],
-        "seconds": [round(float(seconds[line["step"] - 1]), 3) for line in run.validations],
-        "step_seconds": round(median(line["step_seconds"] for line in run.steps), 3),
-        "optimizer_seconds": round(median(line["optimizer_seconds"] for line in run.steps), 3),
+        "seconds": [round(step * took["step_seconds"], 3) for step in steps],
+        **{key: round(value, 3) for key, value in took.items()},
         "hits": round(run.hit_rate or 0.0, 3),
         "flops": run.steps[-1]["flops"],
     }
@@ -162,8 +189,7 @@ def table(results: dict[str, Any]) -> Cells:
     rows = {row["kind"]: row for row in results["methods"]}
     gram = rows["gram"]
     cells = [["", "lr", "loss", "a step", "its optimizer", "hits", "FLOPs", "to the same loss"]]
-    for kind in KINDS:
-        row = rows[kind]
+    for kind, row in rows.items():
         when = seconds_to(row, gram["losses"][-1])
         cells.append(
             [
@@ -199,16 +225,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", required=True, help="GPT-2's tokens")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/small"))
     parser.add_argument("--steps", type=int, metavar="N", default=250)
-    parser.add_argument("--search", type=int, metavar="N", default=40, help="steps of the shorter runs")
+    parser.add_argument("--search", type=int, metavar="N", default=100, help="steps of the shorter runs")
+    parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
+    parser.add_argument("--methods", nargs="*", choices=KINDS, default=KINDS, help="beside gram and cache")
     parser.add_argument(
         "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's table")
     args = parser.parse_args()
     try:
-        results = Small(args.data, args.out, args.steps, args.search, args.minutes).results()
-    except Interrupted as stopped:
-        print(f"\n{stopped}")
+        told = {"workers": args.workers, "minutes": args.minutes, "kinds": args.methods}
+        results = Small(args.data, args.out, args.steps, args.search, **told).results()
+    except Stopped:
+        print(f"stopped; the same command goes on with the runs in {args.out}")
         return
     (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "small.png")

@@ -1,21 +1,20 @@
-"""What both optimizers are around their solve: groups, state, the step, Adam, statistics."""
+"""What both optimizers are around their solve: groups, state, the step, Adam."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+from torch.optim.optimizer import ParamsT, StateDict
 
+from .accounts import Accounts
 from .distributed import (
-    Home,
     Homes,
     Shared,
     agree_on_finite,
@@ -24,7 +23,6 @@ from .distributed import (
     sharded_as,
     shared_of,
 )
-from .groups import matrix_shape
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
 from .ownership import Work
@@ -38,10 +36,11 @@ from .settings import (
     check_param,
     named_params,
 )
-from .stats import COLUMNS, RESIDUALS, Event, new_counters, outcome_counts, summary
+from .stats import COLUMNS, RESIDUALS, new_counters
+from .views import reading_of
 
 
-class MatrixOptimizer(Optimizer):
+class MatrixOptimizer(Accounts):
     """Momentum, decay and update for matrices, Adam for the rest; subclasses supply the solve.
 
     Everything that must survive is in `param_groups` and `state`: torch drops an optimizer's other
@@ -56,7 +55,8 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
         settings["process_group"] = as_replicas(process_group)
-        super().__init__(params, {"use_muon": True, "view": "auto", "step": 0, **settings})
+        read = {"view": "auto", "split": 1, "transposed": False}
+        super().__init__(params, {"use_muon": True, **read, "step": 0, **settings})
         self._kept = Kept()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,16 +77,6 @@ class MatrixOptimizer(Optimizer):
     @abstractmethod
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
         """What each matrix of a parameter costs its owner."""
-
-    @abstractmethod
-    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
-        """The FLOPs of one matrix's outcomes: executed, and by the paper's model."""
-
-    def _price_of_copy(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> int:
-        """The FLOPs of one matrix's outcomes on a rank that has all of it, and does not own it: none, where
-        its owner sends directions.
-        """
-        return 0
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that cannot be meant."""
@@ -186,7 +176,6 @@ class MatrixOptimizer(Optimizer):
         ledger.post(tensors, parts)
 
     def _settle(self, *, wait: bool = True) -> None:
-        """Bring the counters up to date with what is still on its way to the host."""
         if not self._kept.settle(wait=wait):
             self._warn_non_finite()
 
@@ -212,7 +201,7 @@ class MatrixOptimizer(Optimizer):
     def _matrix_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if "counters" not in state:
-            number = matrix_shape(param.shape, group["view"])[0]
+            number = len(reading_of(group, param).pieces)
             # On the host, which decides by them, and knows what it has written.
             state["counters"] = torch.empty(number, len(COLUMNS), dtype=torch.int64, device="cpu")
             self._kept.counters.post([state["counters"]], [[new_counters()] * number])
@@ -312,6 +301,7 @@ class MatrixOptimizer(Optimizer):
                     restored = self._restored(param, entry, value, self.state[param][entry])
                     self.state[param][entry] = restored
         self._kept.reconciled = False
+        self._kept.told = self._counted()
 
     def _restored(self, param: Tensor, entry: str, saved: Tensor, loaded: Tensor) -> Tensor:
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
@@ -323,63 +313,6 @@ class MatrixOptimizer(Optimizer):
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)
         return _laid_out_as(param, loaded).clone()
-
-    def cache_stats(self) -> dict[str, Any]:
-        """What was decided so far: totals, and under "matrices" the same for each matrix by name.
-
-        `calls`, `hits`, `misses`, `hit_rate`; `flops`: matrix products executed, by all ranks that share a
-        matrix, and `flops_here` by this one; `flops_paper`: the same outcomes by the paper's cost model;
-        `bytes_sent`: by this rank to others, for each kind of exchange. For each matrix also the misses by
-        reason, the last `residual`, the `refresh_residual`, the `age` and the `last` outcome. Waits for the
-        last step, but not for other ranks: all of them know all decisions.
-        """
-        matrices: dict[str, dict[str, Any]] = {}
-        totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_here": 0, "flops_paper": 0}
-        for name, group, param, index, counters, residuals in self._records():
-            entry = summary(counters, *residuals[:2])
-            outcomes = outcome_counts(counters)
-            executed, entry["flops_paper"] = self._price(group, param, outcomes)
-            entry["flops"] = entry["flops_here"] = executed
-            if (home := self._home(param)) is not None:
-                copy = self._price_of_copy(group, param, outcomes) if home.copied else 0
-                entry["flops"] = executed + (home.party.size - 1) * copy
-                entry["flops_here"] = executed if home.mine(index) else copy
-            matrices[name] = entry
-            for key in totals.keys() - {"misses"}:
-                totals[key] += entry[key]
-            totals["misses"] += sum(entry["misses"].values())
-        hit_rate = totals["hits"] / totals["calls"] if totals["calls"] else math.nan
-        sent: Counter[str] = Counter()
-        for party in self._kept.parties.values():
-            sent += party.traffic
-        return {**totals, "hit_rate": hit_rate, "bytes_sent": dict(sent), "matrices": matrices}
-
-    def _home(self, param: Tensor) -> Home | None:
-        """Where a parameter is that other ranks have too, as far as a step has found that out."""
-        homes: Homes | None = self._kept.homes
-        return None if homes is None else homes.of.get(id(param))
-
-    def events(self) -> dict[str, Event]:
-        """The last decision of the gate about each matrix, by name. Waits for the last step."""
-        return {
-            name: Event.of(counters, *residuals[:2])
-            for name, _, _, _, counters, residuals in self._records()
-            if counters[COLUMNS.index("last")] >= 0
-        }
-
-    def _records(self) -> Iterator[tuple[str, dict[str, Any], Tensor, int, list[int], list[float]]]:
-        self._settle()
-        for index, group in enumerate(self.param_groups):
-            if not group["use_muon"]:
-                continue
-            for name, param in named_params(group, index):
-                state = self.state.get(param, {})
-                if "counters" not in state:
-                    continue
-                rows = zip(state["counters"].tolist(), state["residuals"].tolist(), strict=True)
-                for i, (counters, residuals) in enumerate(rows):
-                    single = len(state["counters"]) == 1
-                    yield name if single else f"{name}[{i}]", group, param, i, counters, residuals
 
 
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from .accounts import Record
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
 from .distributed import (
@@ -27,10 +28,11 @@ from .fresh import send
 from .host import Claim, Edits
 from .matrices import Matrix, agreed
 from .ownership import Work
-from .plan import Plan, cache_of, cost_of, wide_shape
+from .plan import Plan, cache_of, cost_of
 from .polar import GramNS
 from .settings import shorthand
-from .stats import AGE, NO_AGE
+from .stats import AGE, NO_AGE, WAIT
+from .views import Piece, reading_of
 
 
 class CacheMuon(MatrixOptimizer):
@@ -212,19 +214,21 @@ class CacheMuon(MatrixOptimizer):
         self._kept.reconciled = True
 
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
-        policy, early = self._plan().of(param)
-        cost = cost_of(group, param)
-        if policy.always_rests:
-            return [Work(cost.baseline, 0)] * len(early)
-        due = [None] * len(early) if group["max_age"] is None else early
-        return [Work(cost.hit, cost.cold - cost.hit, at) for at in due]
+        found = []
+        for piece, policy, early in zip(
+            reading_of(group, param).pieces, *self._plan().of(param), strict=True
+        ):
+            cost, due = cost_of(group, param, piece), None if group["max_age"] is None else early
+            rests = policy.always_rests
+            found.append(Work(cost.baseline, 0) if rests else Work(cost.hit, cost.cold - cost.hit, due))
+        return found
 
     def _decisions(self, matrices: list[Matrix]) -> list[Decision]:
         plan, found = self._plan(), []
         known = self._rows("counters", matrices), self._rows("residuals", matrices)
         for x, counters, residuals in zip(matrices, *known, strict=True):
-            policy, early = plan.of(x.whole)
-            found.append(Decision(x, policy, counters, residuals, early[x.index]))
+            policies, early = plan.of(x.whole)
+            found.append(Decision(x, policies[x.index], counters, residuals, early[x.index]))
         return found
 
     def _plan(self) -> Plan:
@@ -251,12 +255,29 @@ class CacheMuon(MatrixOptimizer):
         residuals = [part.residual for part in unread if part.residual is not None]
         self._kept.send(claims, [part.finite for part in unread], residuals)
 
-    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
-        paper = price(paper_cost(group["solver"], *wide_shape(group, param)), outcomes)
-        return price(cost_of(group, param), _as_executed(group, outcomes)), paper
+    def _price(
+        self, group: dict[str, Any], param: Tensor, piece: Piece, outcomes: dict[str, int]
+    ) -> tuple[int, int]:
+        paper = price(paper_cost(group["solver"], *piece.wide), outcomes)
+        return price(cost_of(group, param, piece), _as_executed(group, outcomes)), paper
 
-    def _price_of_copy(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> int:
-        return cost_of(group, param).price_of_copy(_as_executed(group, outcomes))
+    def _price_of_copy(
+        self, group: dict[str, Any], param: Tensor, piece: Piece, outcomes: dict[str, int]
+    ) -> int:
+        return cost_of(group, param, piece).price_of_copy(_as_executed(group, outcomes))
+
+    def _price_fresh(self, group: dict[str, Any], param: Tensor, piece: Piece) -> int:
+        return cost_of(group, param, piece).baseline
+
+    def _standing(self, record: Record) -> str:
+        plan = self._kept.plan or Plan(self.param_groups)  # the ranks' common one, if there has been a step
+        policy = plan.of(record.param)[0][record.index]
+        if policy.guard is not None and policy.guard.always_rests:
+            return f"rests: hits alone would save {max(policy.guard.best, 0) / 1000:.0%} of a step"
+        if wait := record.counters[WAIT]:
+            return f"rests for {wait} steps: its tries cost more than they saved"
+        age = record.counters[AGE]
+        return "no transform yet" if age == NO_AGE else f"transform of age {age}"
 
 
 def _as_executed(group: dict[str, Any], outcomes: dict[str, int]) -> dict[str, int]:

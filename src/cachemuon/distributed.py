@@ -22,10 +22,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, StateDict
 
-from .groups import matrix_shape
 from .matrices import Matrix, accumulate, add, agreed, batches, is_dtensor, local
 from .ownership import Part, Runs, Work, held, owners
 from .polar import computed_in
+from .views import Piece, reading_of
 from .workspace import Workspace, ceiling
 
 if TYPE_CHECKING:
@@ -232,15 +232,20 @@ class Homes:
         self.of: dict[int, Home] = {}
         self.members = parties_of(groups, parties)
         for party, members in self.members.items():
-            parts = [_parts(group, param, party) for group, param in members]
-            sizes = [param.numel() // len(one) for (_, param), one in zip(members, parts, strict=True)]
+            pieces = [reading_of(group, param).pieces for group, param in members]
+            parts = [_parts(param, of, party) for (_, param), of in zip(members, pieces, strict=True)]
+            sizes = [[prod(piece.shape) for piece in of] for of in pieces]
             work = [one for group, param in members for one in works(group, param)]
             choices = [
-                _choices(one, size, party.size) for size, of in zip(sizes, parts, strict=True) for one in of
+                _choices(one, size, party.size)
+                for pair in zip(parts, sizes, strict=True)
+                for one, size in zip(*pair, strict=True)
             ]
             found = iter(owners(work, choices, party.size))
             for (group, param), size, of in zip(members, sizes, parts, strict=True):
-                whole = [part.size == size for one in of for part in one.values()]
+                whole = [
+                    part.size == all_ for one, all_ in zip(of, size, strict=True) for part in one.values()
+                ]
                 copied = all(whole) and len(whole) == party.size * len(of)
                 copied = copied and group.get("exchange") == "transforms"
                 self.of[id(param)] = Home(party, of, [next(found) for _ in of], copied)
@@ -278,7 +283,11 @@ def parties_of(
 def homes_key(groups: list[dict[str, Any]]) -> list[Any]:
     """What homes depend on."""
     return [
-        (id(group["process_group"].group), group.get("exchange"), group["view"], *map(id, group["params"]))
+        (
+            id(group["process_group"].group),
+            *(group.get(key) for key in ("exchange", "view", "split", "transposed")),
+            *map(id, group["params"]),
+        )
         for group in groups
         if group["use_muon"]
     ]
@@ -312,10 +321,8 @@ def _party_of(group: dict[str, Any], param: Tensor, parties: dict[tuple[int, ...
     return parties[ranks]
 
 
-def _parts(group: dict[str, Any], param: Tensor, party: Party) -> list[dict[int, Part]]:
+def _parts(param: Tensor, pieces: Iterable[Piece], party: Party) -> list[dict[int, Part]]:
     """For each matrix of a parameter what each rank of the party has of it."""
-    count = matrix_shape(param.shape, group["view"])[0]
-    lead = param.shape[:-2] if count > 1 else ()
     by_rank: dict[int, list[Runs]] = {}
     if is_dtensor(param):
         mesh = param.device_mesh.mesh
@@ -324,8 +331,8 @@ def _parts(group: dict[str, Any], param: Tensor, party: Party) -> list[dict[int,
     else:
         by_rank = {rank: [[range(length)] for length in param.shape] for rank in range(party.size)}
     found = []
-    for index in product(*map(range, lead)):
-        parts = {rank: Part.of(runs, index) for rank, runs in sorted(by_rank.items())}
+    for piece in pieces:
+        parts = {rank: Part.of(runs, piece) for rank, runs in sorted(by_rank.items())}
         found.append({rank: part for rank, part in parts.items() if part is not None})
     return found
 
@@ -367,7 +374,7 @@ def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
     where = mesh.get_coordinate()
     if where is None:
         return tensor
-    part = Part.of(_runs(param, where), ())
+    part = Part.whole(_runs(param, where))
     own = tensor.new_empty(local(param).shape) if part is None else part.cut_from(tensor).contiguous()
     placed = mesh, param.placements
     return type(param).from_local(own, *placed, run_check=False, shape=param.shape, stride=param.stride())
@@ -421,7 +428,8 @@ def by_mesh(params: list[Tensor]) -> list[list[Tensor]]:
 @dataclass(slots=True, eq=False)
 class Shared:
     """One matrix of a party at one step: `matrix` is the whole of it, which arrives at its owner; `piece`
-    what this rank has of it, as one row. A matrix that no rank has to send is its owner's own, as any other.
+    what this rank has of it, flattened to two dimensions. A matrix that no rank has to send is its owner's
+    own, as any other.
     """
 
     home: Home
@@ -441,7 +449,6 @@ def shared_of(
 ) -> list[Shared]:
     """The matrices of a parameter that has a gradient; its momentum buffer is made on first sight."""
     assert param.grad is not None
-    count, rows, cols = matrix_shape(param.shape, group["view"])
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
     grad = param.grad
@@ -450,26 +457,24 @@ def shared_of(
     own, grad, momentum = local(param), local(grad), local(state["momentum_buffer"])
     if grad.dtype != param.dtype:
         grad = grad.to(param.dtype)
-    tall = rows > cols
-    shape = (cols, rows) if tall else (rows, cols)
-    kind = (rows, cols, param.dtype, own.device, recipe)
-    natural = tuple(param.shape[-2:] if count > 1 else param.shape)
     found = []
-    for index in range(count):
+    for index, one in enumerate(reading_of(group, param).pieces):
+        rows, cols = one.sides
+        kind = (rows, cols, param.dtype, own.device, recipe)
         part = home.parts[index].get(home.party.rank)
         piece = None
         here, there, moving = own, grad, momentum
         if part is not None:
             here, there, moving = (tensor[part.place] for tensor in (own, grad, momentum))
             line = ("piece", part.shape, param.dtype, own.device, recipe)
-            flat = there.reshape(1, -1), moving.view(1, -1)
-            piece = Matrix(param, here, *flat, group, state, line, (1, part.size), False, index)
-        whole = part is not None and part.size == rows * cols
-        if whole:
-            there, moving = there.reshape(rows, cols), moving.view(rows, cols)
-        matrix = Matrix(param, here, there, moving, group, state, kind, shape, tall, index)
+            flat = there.flatten(1), moving.flatten(1)  # of the momentum always a view
+            lengths = flat[0].shape[0], flat[0].shape[1]
+            piece = Matrix(param, here, *flat, group, state, line, lengths, False, index)
+            if part.size == rows * cols:
+                there, moving = flat
+        matrix = Matrix(param, here, there, moving, group, state, kind, one.wide, rows > cols, index)
         matrix.party, matrix.owner = home.party, home.owners[index]
-        found.append(Shared(home, index, matrix, piece, natural))
+        found.append(Shared(home, index, matrix, piece, one.shape))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+
+from .views import matrix_shape
 
 Choice = Literal["adam", "muon"]
 Overrides = Mapping[str, Choice]
@@ -167,24 +169,6 @@ def routes(
     1.weight True output head, by choice
     """
     return tuple(route for _, route in _routed(model, head, overrides))
-
-
-def matrix_shape(shape: Sequence[int], view: str = "auto") -> tuple[int, int, int]:
-    """How Muon reads a tensor: `(count, rows, cols)`, a number of matrices and their shape.
-
-    "flatten" keeps the first dimension as rows; "batch" takes the last two as the matrix; "auto" reads
-    3-D as a batch (expert weights), 4-D and up flattened (convolutions).
-
-    >>> matrix_shape((64, 3, 7, 7)), matrix_shape((8, 16, 32)), matrix_shape((8, 16, 32), "flatten")
-    ((1, 64, 147), (8, 16, 32), (1, 8, 512))
-    """
-    if view not in ("auto", "flatten", "batch"):
-        raise ValueError(f"view must be one of ('auto', 'flatten', 'batch'), got {view!r}")
-    if len(shape) < 2:
-        raise ValueError(f"shape must have at least 2 dimensions, got {tuple(shape)!r}")
-    if view == "batch" or (view == "auto" and len(shape) == 3):
-        return math.prod(shape[:-2]), shape[-2], shape[-1]
-    return 1, shape[0], math.prod(shape[1:])
 
 
 class _Site(NamedTuple):

@@ -185,6 +185,7 @@ class Kept:
     parties: dict[tuple[int, ...], Any] = field(default_factory=dict)
     reconciled: bool = False  # with other ranks, since the state was made or loaded
     warned: set[str] = field(default_factory=set)
+    told: dict[str, list[int]] = field(default_factory=dict)  # what the last metrics() had counted
 
     def send(self, claims: Sequence[Pending], finite: list[Tensor], residuals: list[Tensor]) -> None:
         """Send to the host, in the order of the claims, which of them hold, and the residuals that they wait

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from .groups import matrix_shape
 from .polar import computed_in, peak_of
+from .views import reading_of
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -90,24 +90,21 @@ def matrices_of(
     `recipe` are the settings that matrices must share to be worked on together.
     """
     assert param.grad is not None
-    count, rows, cols = shape_of(param.shape, group["view"])
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
     own, grad, momentum = (local(tensor) for tensor in (param, param.grad, state["momentum_buffer"]))
     if grad.dtype != param.dtype:
         grad = grad.to(param.dtype)
-    kind, tall = (rows, cols, param.dtype, param.device, recipe), rows > cols
-    shape = (cols, rows) if tall else (rows, cols)
-    if count == 1:
-        if param.ndim > 2:
-            grad, momentum = grad.reshape(rows, cols), momentum.view(rows, cols)
-        return [Matrix(param, own, grad, momentum, group, state, kind, shape, tall)]
-    slices = [own]
-    for _ in range(param.ndim - 2):  # not one view: a 4-D stack may be in channels_last
-        slices = [part for one in slices for part in one.unbind(0)]
-    grads, momenta = grad.reshape(count, rows, cols), momentum.view(count, rows, cols)
-    parts = zip(slices, grads.unbind(0), momenta.unbind(0), strict=True)
-    return [Matrix(param, p, g, m, group, state, kind, shape, tall, i) for i, (p, g, m) in enumerate(parts)]
+    read = reading_of(group, param)
+    found = []
+    parts = zip(read.pieces, read.cut(own), read.cut(grad), read.cut(momentum), strict=True)
+    for index, (piece, p, g, m) in enumerate(parts):
+        rows, cols = piece.sides
+        if len(piece.shape) > 2:
+            g, m = g.reshape(rows, cols), m.view(rows, cols)
+        kind = (rows, cols, param.dtype, param.device, recipe)
+        found.append(Matrix(param, p, g, m, group, state, kind, piece.wide, rows > cols, index))
+    return found
 
 
 Item = TypeVar("Item")
@@ -220,7 +217,8 @@ def factors_of(matrices: list[Matrix]) -> Tensor:
     for x in matrices:
         group = x.group
         lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
-        ratio = lr_ratio(group["adjust_lr_fn"], *x.sides)
+        outputs, inputs = reversed(x.sides) if group["transposed"] else x.sides
+        ratio = lr_ratio(group["adjust_lr_fn"], outputs, inputs)
         rows.append((-lr * ratio, -lr * group["weight_decay"], group.get("gamma", 0.0), float(x.owned)))
     return torch.tensor(rows, dtype=promoted(matrices), device="cpu")
 
@@ -297,6 +295,3 @@ def lr_ratio(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     if adjust_lr_fn in (None, "original"):
         return math.sqrt(max(1, rows / cols))
     return 0.2 * math.sqrt(max(rows, cols))
-
-
-shape_of = cache(matrix_shape)

@@ -8,19 +8,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from .accounts import Record
 from .base import MatrixOptimizer
 from .distributed import Shared, apart, travel, worked_on
 from .flops import Executed, executed_by, paper_cost
 from .fresh import send, solve_step
-from .groups import matrix_shape
 from .host import Claim
 from .matrices import Matrix
 from .ownership import Work
-from .plan import wide_shape
 from .polar import AutoNS, GramNS, Solver, StandardNS
 from .products import panels
 from .settings import shorthand
 from .stats import count
+from .views import Piece, reading_of
 
 
 class Muon(MatrixOptimizer):
@@ -89,10 +89,12 @@ class Muon(MatrixOptimizer):
         return solve_step(matrices, self._kept, lambda x: x.group["solver"])
 
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
-        number = matrix_shape(param.shape, group["view"])[0]
-        n, m = wide_shape(group, param)
-        flops, _ = self._price(group, param, {"fresh": 1})
-        return [Work(flops or n * n * m, 0)] * number
+        found = []
+        for piece in reading_of(group, param).pieces:
+            n, m = piece.wide
+            flops, _ = self._price(group, param, piece, {"fresh": 1})
+            found.append(Work(flops or n * n * m, 0))
+        return found
 
     def _claim(
         self, outcome: str, done: Iterable[tuple[list[Matrix], Tensor]], matrices: list[Matrix]
@@ -110,8 +112,10 @@ class Muon(MatrixOptimizer):
         self._post("counters", matrices, [counted[id(x)] for x in matrices])
         self._kept.send(claims, flags, [])
 
-    def _price(self, group: dict[str, Any], param: Tensor, outcomes: dict[str, int]) -> tuple[int, int]:
-        solver, (n, m), calls = group["solver"], wide_shape(group, param), outcomes["fresh"]
+    def _price(
+        self, group: dict[str, Any], param: Tensor, piece: Piece, outcomes: dict[str, int]
+    ) -> tuple[int, int]:
+        solver, (n, m), calls = group["solver"], piece.wide, outcomes["fresh"]
         dtype = solver.precision(param)
         if isinstance(solver, AutoNS):
             solver = solver.choose(n, m, dtype)
@@ -122,3 +126,9 @@ class Muon(MatrixOptimizer):
             executed = Executed(n, m, solver.schedule.steps, pieces=panels(n, dtype))
             return calls * executed.standard, calls * paper_cost(solver, n, m).standard
         return 0, 0  # a solver of the user's own, or the SVD: not counted
+
+    def _price_fresh(self, group: dict[str, Any], param: Tensor, piece: Piece) -> int:
+        return self._price(group, param, piece, {"fresh": 1})[0]
+
+    def _standing(self, record: Record) -> str:
+        return "none: Muon solves at every step"

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .views import Piece
+
 Runs = list[range]
 
 
@@ -38,6 +40,18 @@ def chunk(runs: Runs, number: int, place: int) -> Runs:
     return cut(runs, place * size, (place + 1) * size)
 
 
+def within(runs: Runs, begin: int, end: int) -> tuple[int, Runs]:
+    """Those of the places that are at least `begin` and below `end`, counted from there; and how many are
+    below that.
+
+    >>> within([range(0, 3), range(7, 9)], 2, 8)
+    (2, [range(0, 1), range(5, 6)])
+    """
+    below = sum(max(min(run.stop, begin) - run.start, 0) for run in runs)
+    parts = [range(max(run.start, begin) - begin, min(run.stop, end) - begin) for run in runs]
+    return below, [part for part in parts if len(part)]
+
+
 def held(length: int, dim: int, placements: Sequence[Any], mesh: Sequence[int], where: Sequence[int]) -> Runs:
     """The indices along one dimension that the rank at `where` in a mesh holds of a DTensor."""
     runs = [range(length)]
@@ -59,11 +73,11 @@ Box = tuple[slice, ...]
 
 
 class Part(NamedTuple):
-    """What one rank has of a matrix: at `place` in its stack, if it is one, a tensor of that shape; and which
-    boxes of it are which boxes of the whole.
+    """What one rank has of a matrix: at `place` of what it has of the parameter a tensor of that shape; and
+    which boxes of it are which boxes of the whole.
     """
 
-    place: tuple[int, ...]
+    place: tuple[int | slice, ...]
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, Box], ...]
 
@@ -78,20 +92,28 @@ class Part(NamedTuple):
         return tuple((side.start, side.stop) for _, there in self.boxes for side in there)
 
     @classmethod
-    def of(cls, runs: Sequence[Runs], index: tuple[int, ...]) -> Part | None:
+    def of(cls, runs: Sequence[Runs], piece: Piece) -> Part | None:
         """From the indices that a rank holds along each dimension of a parameter; None if it has nothing."""
-        place = []
-        for one, along in zip(index, runs, strict=False):
-            before = 0
-            for run in along:
-                if one in run:
-                    place.append(before + one - run.start)
-                before += len(run)
-        rest = runs[len(index) :]
-        shape = tuple(sum(map(len, along)) for along in rest)
-        if len(place) < len(index) or not prod(shape):
+        place: list[int | slice] = []
+        lead = len(piece.slot)
+        for one, along in zip(piece.slot, runs, strict=False):
+            before, inside = within(along, one, one + 1)
+            if not inside:
+                return None
+            place.append(before)
+        rest = list(runs[lead:])
+        before, rest[piece.dim] = within(rest[piece.dim], piece.begin, piece.end)
+        part = cls.whole(rest)
+        if part is None:
             return None
-        return cls(tuple(place), shape, tuple(_boxes(rest)))
+        window = slice(before, before + part.shape[piece.dim])
+        return part._replace(place=(*place, *[slice(None)] * piece.dim, window))
+
+    @classmethod
+    def whole(cls, runs: Sequence[Runs]) -> Part | None:
+        """The same, where a parameter is not read as matrices."""
+        shape = tuple(sum(map(len, along)) for along in runs)
+        return cls((), shape, tuple(_boxes(runs))) if prod(shape) else None
 
     def cut_from(self, whole: Tensor) -> Tensor:
         """This part of a matrix."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from .cache import CacheGNS
 from .distributed import ranks_of
 from .flops import Executed, executed_by
-from .groups import matrix_shape
 from .guard import Guard
 from .polar import computed_in
+from .views import Piece, reading_of
 from .workspace import hit_bytes, solve_bytes
 
 SETTINGS = (
@@ -30,6 +30,8 @@ SETTINGS = (
     "guard",
     "max_age",
     "view",
+    "split",
+    "transposed",
     "process_group",
 )
 """The settings of a group that a plan depends on."""
@@ -40,16 +42,16 @@ def cache_of(group: dict[str, Any]) -> CacheGNS:
     return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"], group["max_norm"])
 
 
-def cost_of(group: dict[str, Any], param: Tensor) -> Executed:
+def cost_of(group: dict[str, Any], param: Tensor, piece: Piece) -> Executed:
     """What each outcome of one of a parameter's matrices costs, as executed."""
-    n, m = wide_shape(group, param)
+    n, m = piece.wide
     solver, sketch = group["solver"], {"probe": group["probe"], "vectors": group["vectors"]}
     return executed_by(solver, n, m, solver.precision(param), rank=cache_of(group).rank(n), **sketch)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Policy:
-    """What the matrices of one shape in one group have in common."""
+    """What the matrices of one kind in one group have in common."""
 
     cache: CacheGNS
     guard: Guard | None  # None: the cache never rests
@@ -59,10 +61,10 @@ class Policy:
     left: int  # bytes that a probe leaves until the gate has decided
 
     @classmethod
-    def of(cls, group: dict[str, Any], param: Tensor, batch: int) -> Policy:
-        """For the matrices of a parameter, of whose kind there are `batch`."""
-        n, m = wide_shape(group, param)
-        cache, cost, size = cache_of(group), cost_of(group, param), computed_in(param.dtype).itemsize
+    def of(cls, group: dict[str, Any], param: Tensor, piece: Piece, batch: int) -> Policy:
+        """For a matrix of a parameter, of whose kind there are `batch`."""
+        n, m = piece.wide
+        cache, cost, size = cache_of(group), cost_of(group, param, piece), computed_in(param.dtype).itemsize
         hit_room = hit_bytes(n, m, cache.columns(n), size)
         guard = None
         if group["guard"]:
@@ -92,7 +94,7 @@ def spread(weights: list[int], places: int) -> list[int]:
 
 
 class Plan:
-    """The policy of every parameter; and by how many steps the first life of each matrix is shorter.
+    """The policy of every matrix; and by how many steps the first life of each matrix is shorter.
 
     Transforms that were all made at the first step would all be due at one step. So first lives have all
     lengths, and each step gets about the same FLOPs of refreshes from then on; those of one shape together,
@@ -104,7 +106,7 @@ class Plan:
 
     def __init__(self, groups: list[dict[str, Any]], apart: Collection[tuple[int, ...]] = ()) -> None:
         self.key = _key(groups)
-        self._places: dict[int, tuple[Policy, list[int]]] = {}
+        self._places: dict[int, tuple[list[Policy], list[int]]] = {}
         members = [
             (group, param)
             for group in groups
@@ -116,21 +118,25 @@ class Plan:
             self._spread([pair for pair in members if ranks_of(*pair) == ranks])
 
     def _spread(self, members: list[tuple[dict[str, Any], Tensor]]) -> None:
-        kinds: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
+        kinds: dict[Any, list[tuple[dict[str, Any], Tensor, Piece, int]]] = {}
         for group, param in members:
-            kind = (id(group), param.shape, param.dtype, param.device)
-            kinds.setdefault(kind, []).append((group, param))
+            pieces = reading_of(group, param).pieces
+            for index, piece in enumerate(pieces):
+                kind = (id(group), piece.sides, param.dtype, param.device)
+                kinds.setdefault(kind, []).append((group, param, piece, index))
+            self._places[id(param)] = [], [0] * len(pieces)
         due: dict[int, list[tuple[int, list[int], int]]] = {}  # by max_age: the FLOPs, and where to write
+        policies: dict[tuple[int, int], Policy] = {}
         for alike in kinds.values():
-            group, param = alike[0]
-            number = matrix_shape(param.shape, group["view"])[0]
-            policy = Policy.of(group, param, number * len(alike))
-            for _, param in alike:
-                early = [0] * number
-                self._places[id(param)] = policy, early
-                if group["max_age"] and not policy.always_rests:
-                    entries = due.setdefault(group["max_age"], [])
-                    entries += [(policy.cold, early, i) for i in range(number)]
+            group, param, piece, _ = alike[0]
+            policy = Policy.of(group, param, piece, len(alike))
+            policies |= {(id(param), index): policy for _, param, _, index in alike}
+            if group["max_age"] and not policy.always_rests:
+                places = [(self._places[id(param)][1], index) for _, param, _, index in alike]
+                due.setdefault(group["max_age"], []).extend((policy.cold, *place) for place in places)
+        for _, param in members:
+            found, early = self._places[id(param)]
+            found += [policies[id(param), index] for index in range(len(early))]
         for max_age, entries in due.items():
             steps = spread([flops for flops, _, _ in entries], max_age + 1)
             for (_, early, i), step in zip(entries, steps, strict=True):
@@ -140,12 +146,12 @@ class Plan:
         """A number that tells plans for these parameters apart."""
         told = []
         for param in params:
-            policy, early = self.of(param)
-            told.append((early, policy.guard))
+            policies, early = self.of(param)
+            told.append((early, [policy.guard for policy in policies]))
         return int.from_bytes(blake2b(repr(told).encode(), digest_size=7).digest(), "little")
 
-    def of(self, param: Tensor) -> tuple[Policy, list[int]]:
-        """The policy of a parameter, and `early` of each of its matrices."""
+    def of(self, param: Tensor) -> tuple[list[Policy], list[int]]:
+        """The policy, and `early`, of each matrix of a parameter."""
         return self._places[id(param)]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
@@ -159,9 +165,3 @@ def _key(groups: list[dict[str, Any]]) -> list[Any]:
         for group in groups
         if group["use_muon"]
     ]
-
-
-def wide_shape(group: dict[str, Any], param: Tensor) -> tuple[int, int]:
-    """`(n, m)` of a parameter's matrices, wide."""
-    _, rows, cols = matrix_shape(param.shape, group["view"])
-    return min(rows, cols), max(rows, cols)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .distributed import check_sharding
-from .groups import matrix_shape
 from .matrices import ADJUST_LR_FNS
 from .polar import Solver
 from .schedules import QUINTIC, Schedule
 from .stats import COLUMNS, RESIDUALS, transform_name
+from .views import reading_of
 
 ADAM_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -42,9 +42,21 @@ def check_muon_group(group: dict[str, Any]) -> None:
             f"adjust_lr_fn must be one of {', '.join(map(repr, ADJUST_LR_FNS))} or None (as in torch: "
             f"'original'), got {group['adjust_lr_fn']!r}"
         )
+    check_split(group)
     size = group["max_workspace_bytes"]
     if size is not None and not (isinstance(size, int) and size > 0):
         raise ValueError(f"max_workspace_bytes must be an integer > 0 or None, got {size!r}")
+
+
+def check_split(group: dict[str, Any]) -> None:
+    """Refuse parts and orientations that cannot be meant; parts as a list become a tuple."""
+    if isinstance(group["split"], list):
+        group["split"] = tuple(group["split"])
+    sizes = group["split"] if isinstance(group["split"], tuple) else (group["split"],)
+    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ValueError(f"split must be an integer >= 1, or a tuple of them, got {group['split']!r}")
+    if not isinstance(group["transposed"], bool):
+        raise ValueError(f"transposed must be True or False, got {group['transposed']!r}")
 
 
 def shorthand(coefficients: Any, steps: int | None, solver: Solver | None) -> Schedule:
@@ -84,13 +96,13 @@ def check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, sav
     """Refuse a saved entry that is not this parameter's, or of another version of this library."""
     if not group["use_muon"]:
         return
-    number, rows, cols = matrix_shape(param.shape, group["view"])
-    n = min(rows, cols)
+    pieces = reading_of(group, param).pieces
+    number, sides = len(pieces), [piece.wide[0] for piece in pieces]
     expected = {
         "counters": (number, len(COLUMNS)),
         "residuals": (number, len(RESIDUALS)),
         "momentum_buffer": tuple(param.shape),
-        **{transform_name(index, number): (n, n) for index in range(number)},
+        **{transform_name(index, number): (n, n) for index, n in enumerate(sides)},
     }
     if entry in expected and tuple(saved.shape) != expected[entry]:
         raise ValueError(
@@ -113,7 +125,10 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
             f"{name}: a parameter of a Muon group must have at least 2 dimensions, got shape "
             f"{tuple(param.shape)}; param_groups(model) gives the others to Adam (use_muon=False)"
         )
-    matrix_shape(param.shape, group["view"])
+    try:
+        reading_of(group, param)
+    except ValueError as error:
+        raise ValueError(f"{name} of shape {tuple(param.shape)}: {error}") from None
 
 
 def check_adam_group(group: dict[str, Any]) -> None:

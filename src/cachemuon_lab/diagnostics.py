@@ -18,10 +18,10 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
 from cachemuon.cache import Candidate
-from cachemuon.groups import matrix_shape
 from cachemuon.plan import cache_of
 from cachemuon.probe import random_block
 from cachemuon.stats import transform_name
+from cachemuon.views import reading_of
 from cachemuon.workspace import Workspace
 from cachemuon_lab.config import RunConfig
 
@@ -160,14 +160,14 @@ def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[
         for name, param in zip(names, group["params"], strict=True):
             state = optimizer.state.get(param, {})
             if "momentum_buffer" in state:
-                count = matrix_shape(param.shape, group["view"])[0]
+                count = len(reading_of(group, param).pieces)
                 for index in range(count):
                     yield name if count == 1 else f"{name}[{index}]", state, group, index
 
 
 def _momentum(state: dict[str, Any], group: dict[str, Any], index: int) -> Tensor:
     momentum: Tensor = state["momentum_buffer"]
-    return momentum.view(matrix_shape(momentum.shape, group["view"]))[index]
+    return reading_of(group, momentum).cut(momentum)[index].flatten(1)
 
 
 def _momenta(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -27,9 +27,9 @@ from cachemuon import (
 from cachemuon.base import MatrixOptimizer
 from cachemuon.distributed import Shared
 from cachemuon.fresh import directions, send
-from cachemuon.groups import matrix_shape
 from cachemuon.matrices import Matrix, accumulate, descend, step_lengths
 from cachemuon.stats import OUTCOMES
+from cachemuon.views import reading_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 
 SOLVERS: dict[str, Solver] = {
@@ -187,8 +187,8 @@ class Meter:
         shapes = []
         for group in self.optimizer.param_groups:
             if group.get("use_muon"):
-                views = (matrix_shape(param.shape, group["view"]) for param in group["params"])
-                shapes += [(rows, cols) for count, rows, cols in views for _ in range(count)]
+                readings = (reading_of(group, param) for param in group["params"])
+                shapes += [piece.sides for read in readings for piece in read.pieces]
         if not shapes:
             return None
         return float(1 - self._before["flops_paper"] / flops.total(shapes, steps))

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from cachemuon.base import MatrixOptimizer
 from cachemuon.workspace import Workspace
-from cachemuon_lab.optimizers import Meter
+from cachemuon_lab.config import RunConfig
+from cachemuon_lab.models import build
+from cachemuon_lab.optimizers import Meter, make_optimizer
+from cachemuon_lab.train import open_data
+
+Name = TypeVar("Name")
 
 
 def avoid_trapped_bf16() -> None:
@@ -66,7 +72,7 @@ def race(
     return seconds
 
 
-def turns(names: Iterable[str], number: int) -> list[str]:
+def turns(names: Iterable[Name], number: int) -> list[Name]:
     """The names in the order of that round: each round another one begins.
 
     >>> turns("abc", 1)
@@ -75,6 +81,29 @@ def turns(names: Iterable[str], number: int) -> list[str]:
     order = list(names)
     shift = number % len(order)
     return order[shift:] + order[:shift]
+
+
+def train_in_turns(configs: Sequence[RunConfig], steps: int) -> list[list[dict[str, float]]]:
+    """Seconds of each training step of each run, on the CPU: `step_seconds`, and of these those of the
+    optimizer and of its matrix part. The runs take turns step by step; the first, cold one is left out.
+    """
+    runs = []
+    for config in configs:
+        torch.manual_seed(config.seed)
+        model = build(config.model)
+        meter = Meter(make_optimizer(config.optimizer, model), torch.device("cpu"))
+        runs.append((open_data(config), model, meter))
+    took: list[list[dict[str, float]]] = [[] for _ in configs]
+    for step in range(steps + 1):
+        for number in turns(range(len(configs)), step):
+            data, model, meter = runs[number]
+            began = meter.now()
+            model(*data.train(step)).backward()
+            meter.step()
+            meter.optimizer.zero_grad()
+            if step:
+                took[number].append({"step_seconds": meter.now() - began, **meter.seconds})
+    return took
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:

@@ -1,4 +1,4 @@
-"""benchmarks/small.py: turns, interruption, and what it says."""
+"""benchmarks/small.py: the search, interruption, and what it says."""
 
 import importlib.util
 import json
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cachemuon_lab.record import Run
-from cachemuon_lab.train import Interrupted
 
 ROOT = Path(__file__).parents[2]
 TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocabulary=32", "model.context=8")
@@ -20,12 +19,16 @@ TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocabulary=3
 def small(monkeypatch):
     spec = importlib.util.spec_from_file_location("small", ROOT / "benchmarks" / "small.py")
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "small", module)  # where its processes look for it
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     spec.loader.exec_module(module)
     own = ("data.context=8", "batch_size=2", "accumulation=1", "autocast=none", "validation_batches=2")
     monkeypatch.setattr(module, "SETTINGS", (*own, *TINY))
-    monkeypatch.setattr(module, "TURN", 2)
+    monkeypatch.setattr(module, "SHORTER", ())
+    monkeypatch.setattr(module, "OFTEN", 2)
+    monkeypatch.setattr(module, "TIMED", 2)
     monkeypatch.setattr(module, "LADDER", (0.01, 0.02))
-    monkeypatch.setattr(module, "FIRST", (0, 1))
+    monkeypatch.setattr(module, "FIRST", {"gram": (0, 1), "cache": (0, 1)})
     return module
 
 
@@ -36,49 +39,48 @@ def data(tmp_path):
     return tmp_path
 
 
-def test_runs_take_turns_stop_in_time_and_go_on(small, data, tmp_path, monkeypatch, capsys):
+def test_runs_stop_in_time_and_go_on(small, data, tmp_path, capfd):
     out = tmp_path / "out"
-    with pytest.raises(Interrupted):
-        small.Small(data, out, steps=6, search=3, minutes=0).results()
-    first = Run.open(out / "search-cache-0.01")
+    with pytest.raises(small.Stopped):
+        small.Small(data, out, steps=6, search=3, workers=1, minutes=0).results()
+    first = Run.open(out / "search-gram-0.01")
     assert [line["step"] for line in first.steps] == [1] and not first.complete
-    began = []
-    turn = small.Turn.__init__
-    monkeypatch.setattr(
-        small.Turn, "__init__", lambda self, name, end: (began.append(name), turn(self, name, end))[1]
-    )
     results = small.Small(data, out, steps=6, search=3).results()
+    assert [row["kind"] for row in results["methods"]] == list(small.KINDS)
     rates = {row["kind"]: row["lr"] for row in results["methods"]}
-    names = [f"{kind}-{rates[kind]:g}" for kind in small.KINDS]
-    assert began[-9:] == 3 * names and rates["jordan"] == rates["gram"]
-    assert "2 of 2 steps" in capsys.readouterr().out
+    assert rates["jordan"] == rates["gram"]
+    assert "6 of 6 steps" in capfd.readouterr().out
     losses = results["searched"]["gram"]
     assert losses.keys() == {0.01, 0.02} and losses[rates["gram"]] == min(losses.values())
     for row in results["methods"]:
-        assert row["steps"] == [2, 4, 6] and row["seconds"] == sorted(row["seconds"])
+        assert row["steps"] == [2, 4, 6]
+        assert row["seconds"] == pytest.approx([step * row["step_seconds"] for step in (2, 4, 6)], abs=0.01)
+        assert 0 < row["optimizer_seconds"] < row["step_seconds"]
     small.draw(results, out / "small.png")
     assert (out / "small.png").stat().st_size > 10_000
     cells = small.table(results)
-    assert len(cells) == 4 and cells[2][0] == "GramMuon" and cells[2][-1] == "1.00"
+    assert len(cells) == 4 and cells[1][0] == "GramMuon" and cells[1][-1] == "1.00"
 
 
 def test_the_search_climbs_until_a_rate_is_worse(small, monkeypatch):
     losses = {0.01: 4.0, 0.02: 3.0, 0.04: 2.0, 0.08: 1.0, 0.16: 2.0}
     monkeypatch.setattr(small, "LADDER", (0.005, *losses))
-    monkeypatch.setattr(small, "FIRST", (2, 3))
+    monkeypatch.setattr(small, "FIRST", {"gram": (2, 3), "cache": (4, 5)})
     tried = []
 
     def trained(self, runs):
-        tried.append([config.optimizer.lr for config in runs.values()])
+        tried.append([(config.optimizer.kind, config.optimizer.lr) for config in runs.values()])
         return {
             name: SimpleNamespace(validations=[{"loss": losses[config.optimizer.lr]}])
             for name, config in runs.items()
         }
 
     monkeypatch.setattr(small.Small, "train", trained)
-    found = small.Small(Path(), Path(), steps=2, search=2).searched("gram")
-    assert tried == [[0.02, 0.04], [0.08], [0.16]]
-    assert list(found) == [0.02, 0.04, 0.08, 0.16] and small.best_of(found) == 0.08
+    found = small.Small(Path(), Path(), steps=2, search=2).searched()
+    gram, cache = (("gram", rate) for rate in (0.02, 0.04, 0.08, 0.16)), (("cache", r) for r in (0.08, 0.16))
+    rates = [*gram], [*cache]
+    assert tried == [[*rates[0][:2], *rates[1]], [rates[0][2], ("cache", 0.04)], [rates[0][3]]]
+    assert list(found["gram"]) == [0.02, 0.04, 0.08, 0.16] and small.best_of(found["gram"]) == 0.08
 
 
 def test_the_time_to_a_loss_lies_between_two_validations(small):
@@ -93,7 +95,7 @@ def test_the_command_writes_its_results(small, data, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("<!-- table small -->\n<!-- end -->\n")
     out = tmp_path / "out"
-    told = ["--data", data, "--out", out, "--steps", 2, "--search", 2, "--page", page]
+    told = ["--data", data, "--out", out, "--steps", 2, "--search", 2, "--workers", 1, "--page", page]
     monkeypatch.setattr(sys, "argv", ["small.py", *map(str, told)])
     small.main()
     assert len(json.loads((out / "small.json").read_text())["methods"]) == 3
