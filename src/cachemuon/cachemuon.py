@@ -241,6 +241,12 @@ class CacheMuon(MatrixOptimizer):
                 if not party.same(plan.digest(param for _, param in members))
             ]
             plan = self._kept.plan = Plan(self.param_groups, differing) if differing else plan
+            if not plan.pays:
+                self._warn_once(
+                    "no cache can pay here: all matrices are too small, or too few of a shape, and rest. "
+                    "Muon does the same; guard=False caches them anyway; print(optimizer.explain()) tells of "
+                    "each. This is said once."
+                )
         return plan
 
     def _send(self, unread: list[Unread]) -> None:

@@ -150,6 +150,12 @@ class Plan:
             told.append((early, [policy.guard for policy in policies]))
         return int.from_bytes(blake2b(repr(told).encode(), digest_size=7).digest(), "little")
 
+    @property
+    def pays(self) -> bool:
+        """Whether any cache is used, or there is nothing to cache."""
+        policies = [policy for found, _ in self._places.values() for policy in found]
+        return not policies or not all(policy.always_rests for policy in policies)
+
     def of(self, param: Tensor) -> tuple[list[Policy], list[int]]:
         """The policy, and `early`, of each matrix of a parameter."""
         return self._places[id(param)]

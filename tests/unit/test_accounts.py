@@ -1,0 +1,141 @@
+"""What an optimizer tells of itself: metrics for a log, and an explanation for people."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cachemuon import CacheMuon, Muon, param_groups
+
+NAMES = [
+    *("calls", "hit_rate", "refreshed", "refused", "resting", "non_finite", "flops", "flops_saved"),
+    *("last/hit_rate", "last/residual", "last/residual_max", "last/age"),
+]
+
+
+def network(width=128, blocks=4):
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, width)]
+    for _ in range(blocks):
+        layers += [nn.GELU(), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def trained(model, optimizer, steps, begin=0):
+    target = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    for step in range(begin, begin + steps):
+        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), (inputs @ target).argmax(1)).backward()
+        optimizer.step()
+
+
+def shares(told):
+    return {name.removeprefix("muon/"): value for name, value in told.items()}
+
+
+@pytest.mark.parametrize("gate", ["sync", "lagged"])
+def test_metrics_are_since_the_last_call_and_add_up(gate):
+    model = network()
+    optimizer = CacheMuon(param_groups(model), lr=0.02, gate=gate)
+    first = optimizer.metrics()
+    assert list(first) == [f"muon/{name}" for name in NAMES] and first["muon/calls"] == 0
+    assert math.isnan(first["muon/hit_rate"]) and math.isnan(first["muon/last/age"])
+    parts = []
+    for begin, steps in ((0, 3), (3, 11), (14, 5)):
+        trained(model, optimizer, steps, begin)
+        parts.append(shares(optimizer.metrics()))
+        told = parts[-1]
+        assert told["calls"] == 9 * steps
+        assert told["hit_rate"] + told["refreshed"] + told["resting"] == pytest.approx(1)
+        assert 0 <= told["refused"] <= told["refreshed"] and told["non_finite"] == 0
+    stats = optimizer.cache_stats()
+    assert sum(told["calls"] for told in parts) == stats["calls"]
+    assert sum(told["calls"] * told["hit_rate"] for told in parts) == pytest.approx(stats["hits"])
+    assert sum(told["flops"] for told in parts) == pytest.approx(stats["flops"])
+    events = optimizer.events().values()
+    assert parts[-1]["last/hit_rate"] == sum(event.hit for event in events) / len(events)
+    residuals = [event.residual for event in events if not math.isnan(event.residual)]
+    assert parts[-1]["last/residual_max"] == max(residuals)
+
+
+def test_metrics_begin_anew_where_a_state_is_loaded():
+    model = network()
+    optimizer = CacheMuon(param_groups(model), lr=0.02)
+    trained(model, optimizer, 4)
+    other = CacheMuon(param_groups(model), lr=0.02)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.metrics()["muon/calls"] == 0
+    trained(model, other, 2, begin=4)
+    assert other.metrics()["muon/calls"] == 18
+
+
+def test_metrics_count_bad_gradients_and_fresh_solves():
+    W = nn.Parameter(torch.zeros(16, 24))
+    optimizer = Muon([W], lr=0.1)
+    W.grad = torch.ones(16, 24)
+    optimizer.step()
+    W.grad = torch.full((16, 24), math.nan)
+    with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+        optimizer.step()
+        told = shares(optimizer.metrics())
+    assert told["calls"] == 2 and told["non_finite"] == 0.5 and told["hit_rate"] == 0
+    assert told["flops_saved"] == 0
+
+
+def test_twenty_steps_of_a_small_model_show_hits():
+    model = network(width=128)
+    optimizer = CacheMuon(param_groups(model), lr=0.02)
+    trained(model, optimizer, 20)
+    told = shares(optimizer.metrics())
+    assert told["hit_rate"] > 0.6 and told["flops_saved"] > 0.5
+
+
+def test_an_explanation_has_every_parameter_and_says_why_a_cache_rests():
+    model = network()
+    optimizer = CacheMuon([*param_groups(model)], lr=0.02)
+    rows = {row.name: row for row in optimizer.explain().rows}
+    assert rows.keys() == dict(model.named_parameters()).keys()
+    assert rows["0.bias"].to == "adam" and rows["0.bias"].solve == 0
+    assert rows["2.weight"].to == "muon" and rows["2.weight"].cache == "no transform yet"
+    assert rows["0.weight"].cache.startswith("rests: hits alone would save")
+    assert math.isnan(rows["2.weight"].hits)
+    trained(model, optimizer, 5)
+    rows = {row.name: row for row in optimizer.explain().rows}
+    stats = optimizer.cache_stats()["matrices"]
+    assert rows["2.weight"].hits == stats["2.weight"]["hits"] / 5
+    assert 0.3 < rows["2.weight"].saved < 0.8 and rows["0.weight"].saved == 0
+    assert rows["2.weight"].cache == f"transform of age {stats['2.weight']['age']}"
+    lines = str(optimizer.explain()).splitlines()
+    assert len(lines) == 1 + len(rows) and lines[0].split()[:4] == ["name", "shape", "to", "why"]
+
+
+def test_an_explanation_of_failed_tries():
+    W = nn.Parameter(torch.zeros(192, 256))
+    optimizer = CacheMuon([("W", W)], lr=0.1, gamma=1e-6)
+    for seed in range(12):
+        W.grad = torch.randn(192, 256, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+    (row,) = optimizer.explain().rows
+    assert row.cache.startswith("rests for ") and row.hits == 0 and row.saved < 0
+
+
+def test_an_explanation_of_a_stack_and_of_muon():
+    W = nn.Parameter(torch.zeros(3, 16, 24))
+    (row,) = Muon([("W", W)]).explain().rows
+    assert row.why == "as given, 3 matrices" and row.cache == "none: Muon solves at every step"
+
+
+@pytest.mark.filterwarnings("default:no cache can pay here")
+def test_a_model_where_no_cache_can_pay_is_told_once():
+    W = nn.Parameter(torch.zeros(8, 64))  # as a LoRA factor
+    optimizer = CacheMuon([W])
+    W.grad = torch.ones(8, 64)
+    with pytest.warns(RuntimeWarning, match=r"no cache can pay here.*guard=False"):
+        optimizer.step()
+    for gate in ("sync", "lagged"):
+        quiet = CacheMuon([W], guard=False, gate=gate)
+        quiet.step()
+    optimizer.step()
