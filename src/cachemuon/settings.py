@@ -53,7 +53,7 @@ def check_split(group: dict[str, Any]) -> None:
     if isinstance(group["split"], list):
         group["split"] = tuple(group["split"])
     sizes = group["split"] if isinstance(group["split"], tuple) else (group["split"],)
-    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ValueError(f"split must be an integer >= 1, or a tuple of them, got {group['split']!r}")
     if not isinstance(group["transposed"], bool):
         raise ValueError(f"transposed must be True or False, got {group['transposed']!r}")

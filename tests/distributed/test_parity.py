@@ -10,6 +10,7 @@ from cachemuon.ownership import held
 
 STEPS = 30
 SHAPES = [(40, 64), (24, 24), (48, 20), (7, 32), (40, 64), (6, 16, 24), (8, 3, 3, 3), (24, 24)]
+PARTED = [((36, 20), {"split": 3}), ((2, 20, 30), {"split": (12, 18), "transposed": True})]
 RESTING = [(12, 20), (5, 16, 9)]  # whose guard finds that they are too small for a cache
 PLACEMENTS = {  # by layout: the mesh for a number of ranks, and what is done along its dimensions
     "fsdp": (lambda world: (world,), ("shard0",)),
@@ -18,6 +19,7 @@ PLACEMENTS = {  # by layout: the mesh for a number of ranks, and what is done al
     "grid": (lambda world: (2, world // 2), ("shard0", "shard1")),
     "copies": (lambda world: (world,), ("replicate",)),
 }
+ALL = [*SHAPES, *(shape for shape, _ in PARTED), *RESTING]
 VARIANTS = {
     "muon": lambda groups, **more: Muon(groups, lr=0.05, **more),
     "cache": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, **more),
@@ -28,7 +30,7 @@ VARIANTS = {
 
 def start(dtype):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES + RESTING]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in ALL]
 
 
 def gradients(step, dtype):
@@ -36,18 +38,21 @@ def gradients(step, dtype):
     kept, new = (torch.Generator().manual_seed(seed) for seed in (100 + step // 7, 1000 + step))
     return [
         torch.randn(shape, generator=kept, dtype=dtype) + 0.1 * torch.randn(shape, generator=new, dtype=dtype)
-        for shape in SHAPES + RESTING
+        for shape in ALL
     ]
 
 
 def trained(variant, dtype, put, **more):
     params = [nn.Parameter(put(value)) for value in start(dtype)]
-    groups = [{"params": params}]
+    several, resting = params[: len(SHAPES)], params[-len(RESTING) :]
+    parted = zip(params[len(SHAPES) :], (settings for _, settings in PARTED), strict=False)
+    groups = [
+        {"params": several},
+        *({"params": [param], **own} for param, own in parted),
+        {"params": resting},
+    ]
     if variant in ("cache", "lagged"):
-        groups = [
-            {"params": params[: len(SHAPES)], "guard": False},
-            {"params": params[len(SHAPES) :], "guard": True},
-        ]
+        groups = [group | {"guard": group["params"] is resting} for group in groups]
     optimizer = VARIANTS[variant](groups, **more)
     for step in range(STEPS):
         for param, gradient in zip(params, gradients(step, dtype), strict=True):
