@@ -1,8 +1,8 @@
 """What the documentation shows runs, its tables say what the code does, and the site of it can be built.
 
-What stands in a ```python block is run, in the order of the page and in one namespace; an ```output block after
-it is what it printed, and one with >>> a doctest. ```py is shown and not run: what needs several processes or a
-GPU.
+What stands in a ```python block is run, in the order of the page and in one namespace; an ```output block
+after it is what it printed, and one with >>> a doctest. ```py is shown and not run: what needs several
+processes or a GPU.
 """
 
 import ast
