@@ -1,37 +1,96 @@
-"""What the documentation shows runs, and its tables say what the code does."""
+"""What the documentation shows runs, its tables say what the code does, and the site of it can be built.
 
+What stands in a ```python block is run, in the order of the page and in one namespace; an ```output block
+after it is what it printed, and one with >>> a doctest. ```py is shown and not run: what needs several
+processes or a GPU.
+"""
+
+import ast
+import doctest
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
+import torch
 
+import cachemuon
 from cachemuon import CacheMuon, Muon
 from cachemuon.settings import ADAM_DEFAULTS
 from cachemuon.stats import OUTCOMES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+}
+FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1$", re.M | re.S)
+BLOCKS = {page: [(kind, text) for _, kind, text in FENCE.findall(PAGES[page])] for page in PAGES}
+RUN = [page for page, blocks in BLOCKS.items() if any(k == "python" and ">>>" not in t for k, t in blocks)]
+EXAMPLES = [page for page, text in PAGES.items() if re.search("^>>> ", text, re.M)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/optimizers.md", "docs/distributed.md"])
-def test_snippets_run_one_after_the_other(page, capsys):
-    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-    assert snippets
-    names = {}
-    for snippet in snippets:
-        exec(compile(snippet, page, "exec"), names)
-    if page == "README.md":
-        assert "of 40 directions came from the cache" in capsys.readouterr().out
+@pytest.mark.parametrize("page", RUN)
+def test_snippets_run_one_after_the_other(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, printed = {}, ""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for kind, text in BLOCKS[page]:
+            if kind == "output":
+                assert text.rstrip() == printed.rstrip()
+            elif kind == "python" and ">>>" not in text:
+                exec(compile(text, page, "exec"), names)
+                printed = capsys.readouterr().out
+                if page == "README.md" and "cache_stats" in text:
+                    assert "of 40 directions came from the cache" in printed
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_examples_print_what_they_show(page):
+    results = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
+    assert results.failed == 0 and results.attempted > 5
+
+
+def test_snippets_that_are_not_run_are_few_and_could_be():
+    kinds = [kind for blocks in BLOCKS.values() for kind, _ in blocks]
+    shown = [text for blocks in BLOCKS.values() for kind, text in blocks if kind == "py"]
+    assert {kind for kind in kinds if kind.lower().startswith("py")} <= {"python", "py"}
+    assert len(shown) * 10 <= kinds.count("python")
+    for text in shown:
+        ast.parse(text)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    reference = (tmp_path / "api.html").read_text(encoding="utf-8")
+    for name in cachemuon.__all__:
+        assert re.search(rf'id="cachemuon(\.polar)?\.{name}"', reference), name
+    assert not re.search(r"<blockquote>\s*<blockquote>\s*<blockquote>", reference)  # an example without fence
+    outside = [
+        found
+        for page in tmp_path.glob("*.html")
+        for found in re.findall(r'<(?:script|link|img)[^>]+"https?:[^"]+', page.read_text(encoding="utf-8"))
+    ]
+    assert not outside  # nothing is loaded from elsewhere
 
 
 def test_links_between_pages_exist():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
 
 
 def test_the_table_of_defaults():
-    settings = (ROOT / "docs/optimizers.md").read_text().split("## The ratio")[0]
+    settings = PAGES["docs/optimizers.md"].split("## The ratio")[0]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]*) \|", settings, re.M)
     table = {name.strip("`"): default.strip() for name, default in rows}
     parameters = {**inspect.signature(Muon).parameters, **inspect.signature(CacheMuon).parameters}
@@ -47,5 +106,10 @@ def test_the_table_of_defaults():
 
 
 def test_the_table_of_outcomes():
-    text = (ROOT / "docs/optimizers.md").read_text().split("## What it did")[1]
+    text = PAGES["docs/optimizers.md"].split("## What it did")[1]
     assert tuple(re.findall(r"^\| ([a-z-]+) \| \w.* \|$", text, re.M)[1:]) == OUTCOMES
+
+
+def test_the_table_of_metrics():
+    text = PAGES["docs/optimizers.md"].split("## What it did")[1]
+    assert re.findall(r"^\| `(muon/[a-z_/]+)` \|", text, re.M) == list(Muon([torch.zeros(2, 2)]).metrics())

@@ -1,7 +1,5 @@
 """Costs, against the paper's annotations walked line by line and against torch's own counter."""
 
-import doctest
-import pathlib
 from functools import partial
 
 import pytest
@@ -302,9 +300,3 @@ def test_models_have_the_parameters_they_should():
     # 11,173,962 parameters of the 32 x 32 variant, less 9,600 of batch norm and 10 of the last bias.
     assert entries["RESNET18"] == 11_173_962 - 9_600 - 10
     assert len(RESNET18) == 21 and sum(columns % 9 != 0 for _, columns in RESNET18) == 3 + 1
-
-
-def test_examples_in_the_page_hold():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "flops.md"
-    results = doctest.testfile(str(page), module_relative=False)
-    assert results.failed == 0 and results.attempted > 5

@@ -1,8 +1,6 @@
 """Theory, against the paper's pseudo-code in numpy, finite differences, random matrices and a toy run."""
 
-import doctest
 import math
-import pathlib
 from decimal import Decimal
 
 import numpy as np
@@ -363,9 +361,3 @@ def test_bound_holds_on_a_quadratic_with_an_inexact_direction():
 def test_errors_name_the_argument_the_value_and_what_is_allowed(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_examples_in_the_page_hold():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "theory.md"
-    results = doctest.testfile(str(page), module_relative=False)
-    assert results.failed == 0 and results.attempted > 5
