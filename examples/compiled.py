@@ -1,0 +1,49 @@
+"""torch.compile: forward and backward are compiled, the step runs as it is.
+
+Run `python examples/compiled.py`.
+
+A step decides on the host, matrix by matrix, whether to multiply or to solve, and its time is in batched products:
+a compiler has nothing to gain there, and is kept out. A compiled function may call it all the same, as here.
+"""
+
+import time
+
+import torch
+import toy
+from torch import nn
+
+from cachemuon import CacheMuon, param_groups
+
+
+def main(steps: int = 15, backend: str = "inductor") -> dict:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(toy.VOCABULARY, toy.WIDTH),
+        nn.Linear(toy.WIDTH, 4 * toy.WIDTH),
+        nn.GELU(),
+        nn.Linear(4 * toy.WIDTH, toy.WIDTH),
+        nn.Linear(toy.WIDTH, toy.VOCABULARY),
+    )
+    optimizer = CacheMuon(param_groups(model, adam=dict(lr=2e-3)), lr=0.02)  # or of torch.compile(model)
+
+    @torch.compile(backend=backend)
+    def train_step(tokens, targets, history):
+        loss = toy.loss_of(model, tokens, targets)
+        history.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    history, seconds = [], []
+    for number in range(steps):
+        start = time.perf_counter()
+        train_step(*toy.batch(number), history)
+        seconds.append(time.perf_counter() - start)
+    losses, stats = torch.stack(history).tolist(), optimizer.cache_stats()
+    print(f"first step {seconds[0]:.1f} s, with compiling; last {seconds[-1] * 1000:.0f} ms")
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {stats['hits']} of {stats['calls']} directions cached")
+    return {"losses": losses, "stats": stats}
+
+
+if __name__ == "__main__":
+    main()
