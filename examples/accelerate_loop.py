@@ -3,8 +3,8 @@
     python examples/accelerate_loop.py
     accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 
-The model is prepared first: under DDP `param_groups` then finds the ranks, and they share the solves. (Plugins
-that shard want model and optimizer in one call of `prepare`; what is sharded is known by itself.)
+The model is prepared first: under DDP `param_groups` then finds the ranks, and they share the solves.
+(Plugins that shard want model and optimizer in one call of `prepare`; what is sharded is known by itself.)
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Run `torchrun --nproc-per-node 2 examples/ddp.py`.
 
-Each matrix has an owner among the ranks, which solves for it and sends the transform to the others; all of them
-apply it.
+Each matrix has an owner among the ranks, which solves for it and sends the transform to the others; all of
+them apply it.
 """
 
 import torch
@@ -18,7 +18,7 @@ def main(steps: int = 15) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(toy.GPT())
-    # After wrapping, so that `param_groups` finds the ranks; elsewhere say CacheMuon(..., process_group=group).
+    # After wrapping, so that `param_groups` finds the ranks; elsewhere: CacheMuon(..., process_group=group).
     optimizer = CacheMuon(param_groups(model, adam=dict(lr=2e-3)), lr=0.02)
     losses = []
     for number in range(steps):

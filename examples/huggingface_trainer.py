@@ -2,8 +2,9 @@
 
 Run `python examples/huggingface_trainer.py`.
 
-`optimizer_cls_and_kwargs=(CacheMuon, {"lr": 0.02})` ends in an error: Trainer puts all parameters into two groups
-of its own, biases and norms among them, and Muon is for matrices. With "params" or a factory it does not.
+`optimizer_cls_and_kwargs=(CacheMuon, {"lr": 0.02})` ends in an error: Trainer puts all parameters into two
+groups of its own, biases and norms among them, and Muon is for matrices. With "params" or a factory it does
+not.
 """
 
 import torch

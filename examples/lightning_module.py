@@ -40,13 +40,16 @@ class LogMetrics(L.Callback):
 
 
 def make(folder: str, steps: int) -> L.Trainer:
+    checkpoint = ModelCheckpoint(  # after every epoch
+        f"{folder}/checkpoints", "{step}", save_top_k=-1, enable_version_counter=False
+    )
     return L.Trainer(
         accelerator="cpu",
         max_steps=steps,
         gradient_clip_val=1.0,
         log_every_n_steps=5,
         logger=CSVLogger(folder),
-        callbacks=[LogMetrics(), ModelCheckpoint(folder, "{step}", save_top_k=-1)],  # after every epoch
+        callbacks=[LogMetrics(), checkpoint],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -56,10 +59,11 @@ def main(folder: str = "runs/lightning", steps: int = 20) -> dict:
     batches = map(toy.batch, range(steps // 2))  # so that there are two epochs
     data = TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True)))
     loader = DataLoader(data, batch_size=8)
-    trainer, module = make(f"{folder}/first", steps), Module(steps)
+    trainer, module = make(folder, steps), Module(steps)
     trainer.fit(module, loader)
-    resumed, again = make(f"{folder}/resumed", steps), Module(steps)
-    resumed.fit(again, loader, ckpt_path=f"{folder}/first/step={steps // 2}.ckpt", weights_only=True)
+    resumed, again = make(folder, steps), Module(steps)
+    half = f"{folder}/checkpoints/step={steps // 2}.ckpt"
+    resumed.fit(again, loader, ckpt_path=half, weights_only=True)
 
     losses = [t.callback_metrics["loss"].item() for t in (trainer, resumed)]
     stats = trainer.optimizers[0].cache_stats()

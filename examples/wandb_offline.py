@@ -1,7 +1,7 @@
 """Weights & Biases: metrics() is a flat dict of numbers, which `run.log` takes as it is.
 
-Run `python examples/wandb_offline.py`. Offline, nothing needs a network; `wandb sync runs/wandb/offline-run-*`
-uploads it later, if you like.
+Run `python examples/wandb_offline.py`. Offline, nothing needs a network; `wandb sync runs/wandb/offline-
+run-*` uploads it later, if you like.
 """
 
 from pathlib import Path
