@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from abc import abstractmethod
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.optim.optimizer import ParamsT, StateDict
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .accounts import Accounts
 from .distributed import (
@@ -112,6 +113,19 @@ class MatrixOptimizer(Accounts):
         except Exception:
             self.param_groups.pop()
             raise
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """The step with torch's hooks around it, as torch asks for it once for each class; never compiled."""
+        hooked = torch.compiler.disable(
+            Optimizer.profile_hook_step(func), reason="a step decides on the host what each matrix needs"
+        )
+
+        @functools.wraps(func)  # a disabled function itself would lose its `self` to some versions of torch
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return hooked(*args, **kwargs)
+
+        return step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
