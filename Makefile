@@ -4,7 +4,7 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.dev-stamp
 
-.PHONY: help demo test lint bench browser format clean
+.PHONY: help demo test lint bench browser docs format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,12 +28,16 @@ bench: $(STAMP) ## time solvers and optimizer steps on this machine, beside othe
 browser: $(STAMP) ## look at the report in Chromium (/usr/bin/chromium)
 	@$(RUN) -m pytest -n0 tests/browser
 
+docs: $(STAMP) ## build the documentation's site into site/; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 format: $(STAMP) ## let ruff repair what it can
 	@$(RUN) -m ruff check --fix-only
 	@$(RUN) -m ruff format
 
 clean: ## remove caches and builds; .venv and runs/ stay
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Every target that needs the environment makes it. Always through constraints.txt: without a

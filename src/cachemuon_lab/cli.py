@@ -40,7 +40,6 @@ RUNS = Path("runs")
 INTERRUPTED, WRONG = 130, 2
 
 app = typer.Typer(
-    help="CacheMuon's laboratory: the paper's experiments, one command each.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -111,6 +110,23 @@ def _interrupted(what: str, arguments: list[str]) -> int:
     again += ["--resume"] if again[:1] == ["train"] else []
     print(f"cachemuon: {what}; to go on: cachemuon {shlex.join(again)}", file=sys.stderr)
     return INTERRUPTED
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from cachemuon import __version__
+
+        print("cachemuon", __version__)
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Which version this is.")
+    ] = False,
+) -> None:
+    """CacheMuon's laboratory: the paper's experiments, one command each."""
 
 
 @app.command()

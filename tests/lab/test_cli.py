@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import cachemuon
 from cachemuon_lab import checkpoint, cli
 from cachemuon_lab.cli import app, main
 from cachemuon_lab.data import prepare
@@ -85,6 +86,10 @@ def test_help_names_every_command():
     told = text(invoke("--help").stdout)
     assert all(f" {command} " in told for command in COMMANDS)
     assert "openwebtext" in invoke("prepare", "--help").stdout
+
+
+def test_the_version_is_the_library_s():
+    assert invoke("--version").stdout == f"cachemuon {cachemuon.__version__}\n"
 
 
 def test_help_loads_nothing_that_takes_long():
