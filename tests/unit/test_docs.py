@@ -13,7 +13,9 @@ from cachemuon.stats import OUTCOMES
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/optimizers.md", "docs/distributed.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/optimizers.md", "docs/distributed.md", "docs/integrations.md"]
+)
 def test_snippets_run_one_after_the_other(page, capsys):
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert snippets
@@ -25,7 +27,7 @@ def test_snippets_run_one_after_the_other(page, capsys):
 
 
 def test_links_between_pages_exist():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
