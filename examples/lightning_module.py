@@ -40,8 +40,13 @@ class LogMetrics(L.Callback):
 
 
 def make(folder: str, steps: int) -> L.Trainer:
-    checkpoint = ModelCheckpoint(  # after every epoch
-        f"{folder}/checkpoints", "{step}", save_top_k=-1, enable_version_counter=False
+    # By steps, not by epochs: from a checkpoint of an epoch's end Lightning goes on with one batch too many.
+    checkpoint = ModelCheckpoint(
+        f"{folder}/checkpoints",
+        "{step}",
+        every_n_train_steps=steps // 2,
+        save_top_k=-1,
+        enable_version_counter=False,
     )
     return L.Trainer(
         accelerator="cpu",
