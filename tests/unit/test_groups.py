@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from cachemuon.groups import HEAD_NAMES, ParamGroups, Route, matrix_shape, param_groups, routes
+from cachemuon.groups import ParamGroups, param_groups
+from cachemuon.heads import HEAD_NAMES, LAST_NAMES
+from cachemuon.routing import Route, routes
+from cachemuon.views import matrix_shape
 
 
 def reasons(model, **options):
