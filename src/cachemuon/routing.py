@@ -113,7 +113,7 @@ def routed(
     transposed: Mapping[str, bool] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Route]]:
     """Every parameter with its route; the arguments are those of `routes`."""
-    _check(model, head, overrides or {})
+    _check(model, head, overrides or {}, split or {}, transposed or {})
     found = _sites(model)
     heads, routers = output_heads(model), _routers(model)
     chosen = _matched("overrides", overrides or {}, found)
@@ -134,7 +134,13 @@ def routed(
     yield from made.items()
 
 
-def _check(model: nn.Module, head: str, overrides: Overrides) -> None:
+def _check(
+    model: nn.Module,
+    head: str,
+    overrides: Overrides,
+    split: Mapping[str, Split],
+    transposed: Mapping[str, bool],
+) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -147,6 +153,13 @@ def _check(model: nn.Module, head: str, overrides: Overrides) -> None:
     for pattern, choice in overrides.items():
         if choice not in _CHOICES:
             raise ValueError(f"overrides[{pattern!r}] must be one of {_CHOICES}, got {choice!r}")
+    for pattern, parts in split.items():
+        sizes = parts if isinstance(parts, (tuple, list)) else (parts,)
+        if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+            raise ValueError(f"split[{pattern!r}] must be an integer >= 1, or a tuple of them, got {parts!r}")
+    for pattern, layout in transposed.items():
+        if not isinstance(layout, bool):
+            raise ValueError(f"transposed[{pattern!r}] must be True or False, got {layout!r}")
 
 
 class _Site(NamedTuple):
@@ -165,6 +178,8 @@ def _sites(model: nn.Module) -> dict[nn.Parameter, list[_Site]]:
             name, place = f"{path}.{leaf}" if path else leaf, path
             if is_lazy(param):
                 raise ValueError(f"model has the uninitialized parameter {name!r}: run one forward first")
+            if param.is_complex():
+                raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
             if isinstance(module, _LISTS):
                 # "fc.parametrizations.weight.original0" is the weight of fc, "embeds.0" one of embeds:
                 # judged by the list that holds them, a head with weight_norm would not be recognized.
@@ -261,9 +276,7 @@ def _rule(
     param: nn.Parameter, sites: list[_Site], head: str, heads: set[nn.Module], routers: set[nn.Module]
 ) -> _Rule:
     """The first rule of the table that applies."""
-    name, leaf, path, owner = sites[0]
-    if param.is_complex():
-        raise ValueError(f"{name}: parameters must be real floating point, got {param.dtype}")
+    _, leaf, path, owner = sites[0]
     if leaf.startswith("bias") or leaf.endswith("bias"):
         return _Rule(False, "bias", "vector")
     if any(map(_is_embedding, sites)):
@@ -281,11 +294,7 @@ def _rule(
         return _Rule(False, "router")
     if _embeds_patches(path, owner):
         return _Rule(False, "patch embedding", "embedding")
-    if (
-        _is_convolution(owner, param)
-        and owner.groups > 1
-        and owner.groups in (param.shape[0], owner.in_channels)
-    ):
+    if isinstance(owner, _ConvNd) and 1 < owner.groups in (owner.in_channels, owner.out_channels):
         return _Rule(False, "depthwise convolution")
     view, parts, _ = _view(param, sites[0])
     count, rows, cols = matrix_shape(param.shape, view)

@@ -17,6 +17,7 @@ from torch import nn
 
 from cachemuon import routes
 from cachemuon.routing import Route
+from cachemuon.views import reading
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "routing.md"
 MARK = "<!-- From here on written by: python tests/unit/test_architectures.py --write -->\n"
@@ -111,7 +112,6 @@ class Transformer(nn.Module):
 
 def lora() -> nn.Module:
     model = pretrained("RobertaForSequenceClassification", **TEXT, num_labels=3)()
-    # `modules_to_save` copies the head; on the meta device that works as anywhere.
     config = LoraConfig(r=4, target_modules=["query", "value"], modules_to_save=["classifier"])
     return get_peft_model(model, config)
 
@@ -283,18 +283,55 @@ def place(route: Route) -> str:
     return "**Muon**" if route.use_muon else "Adam" if route.kind == "matrix" else f"Adam, {route.kind}"
 
 
-def table() -> str:
-    parts = []
-    for name in ARCHITECTURES:
-        parts += [
-            f"\n### {name}\n",
-            "| parameter | shape | to | why | how many |",
-            "|---|---|---|---|---|",
-            *rows(name),
-        ]
-    return "\n".join(parts) + "\n"
+def section(name: str) -> str:
+    head = ["| parameter | shape | to | why | how many |", "|---|---|---|---|---|"]
+    return "\n".join([f"### {name}\n", *head, *rows(name)])
+
+
+def written() -> dict[str, str]:
+    """The sections of the page, by name."""
+    made = PAGE.read_text(encoding="utf-8").split(MARK)[1]
+    return {part.partition("\n")[0]: f"### {part.rstrip()}" for part in made.split("\n### ")[1:]}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_page_shows_what_is_done(name):
+    assert written()[name] == section(name)
+
+
+def test_the_page_has_no_other_architectures():
+    assert list(written()) == list(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        # GPT-2 gives Muon its four matrices per block, and the paper's experiments no others.
+        ("GPT-2", {"c_attn", "c_proj", "c_fc"}),
+        ("Mixtral", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("Mamba", {"in_proj", "x_proj", "dt_proj", "out_proj"}),
+        ("ConvNeXt", {"pwconv1", "pwconv2", "downsampling_layer.1"}),
+        ("LoRA, head and embedding saved", {"lora_A.default", "lora_B.default"}),
+        ("policy and value", {"body.0", "body.2"}),
+    ],
+)
+def test_what_muon_gets(name, weights):
+    found = {route.name.removesuffix(".weight") for route in routes(built(name)) if route.use_muon}
+    assert found
+    assert all(any(path.endswith(weight) for weight in weights) for path in found)
+    assert all(any(path.endswith(weight) for path in found) for weight in weights)
+
+
+def test_fused_weights_are_split_by_pattern():
+    found = {r.name: r for r in routes(built("GPT-2"), split={"*.c_attn.weight": 3})}
+    weight = found["transformer.h.0.attn.c_attn.weight"]
+    pieces = reading(weight.shape, weight.view, weight.split, weight.transposed).pieces
+    assert [piece.sides for piece in pieces] == [(32, 32)] * 3
+    grouped = routes(built("Falcon"), split={"*.query_key_value.weight": (32, 8, 8)})
+    assert {r.split for r in grouped if "query_key_value" in r.name} == {(32, 8, 8)}
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
     prose = PAGE.read_text(encoding="utf-8").split(MARK)[0]
-    PAGE.write_text(prose + MARK + table(), encoding="utf-8")
+    made = "\n\n".join(section(name) for name in ARCHITECTURES)
+    PAGE.write_text(f"{prose}{MARK}\n{made}\n", encoding="utf-8")
