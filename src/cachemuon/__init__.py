@@ -3,10 +3,11 @@
 from . import flops, theory
 from .cache import CacheGNS
 from .cachemuon import CacheMuon
-from .groups import param_groups, routes
+from .groups import param_groups
 from .muon import Muon
 from .polar import AutoNS, ExactPolar, GramNS, Solver, StandardNS, normalize, polar
 from .probe import exact_residual, sketched_residual
+from .routing import routes
 from .schedules import GRAM, POLAR_EXPRESS, QUINTIC, Schedule, polar_express, quintic
 from .stats import Event
 

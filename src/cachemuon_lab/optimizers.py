@@ -59,7 +59,8 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
     }
     if config.kind == "adamw":
         return torch.optim.AdamW(model.named_parameters(), **adam)
-    groups = param_groups(model, head=config.head, adam=adam)
+    decay = {"weight_decay": config.adam_weight_decay}  # of everything, as in the paper
+    groups = param_groups(model, head=config.head, adam=adam, vectors=decay)
     muon: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.momentum,

@@ -1,6 +1,7 @@
 """Routing: every parameter has one place and a reason, on real modules."""
 
 import copy
+import math
 from collections import OrderedDict
 
 import pytest
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from cachemuon.groups import HEAD_NAMES, ParamGroups, Route, matrix_shape, param_groups, routes
+from cachemuon import CacheMuon, Muon
+from cachemuon.groups import ParamGroups, param_groups
+from cachemuon.heads import HEAD_NAMES, LAST_NAMES
+from cachemuon.routing import Route, routes
+from cachemuon.views import matrix_shape, reading
 
 
 def reasons(model, **options):
@@ -20,6 +25,10 @@ def reasons(model, **options):
 
 def on_muon(model, **options):
     return [route.name for route in routes(model, **options) if route.use_muon]
+
+
+def names(group):
+    return [name for name, _ in group["params"]]
 
 
 def mlp():
@@ -87,6 +96,8 @@ def test_conv_net():
         deep=nn.Conv3d(4, 4, 3, bias=False),
         depthwise=nn.Conv2d(8, 8, 3, groups=8),
         act=nn.PReLU(),
+        grouped=nn.Conv2d(8, 12, 3, groups=2),
+        patches=nn.Conv2d(3, 8, 4, stride=4),
         fc=nn.Linear(8, 10),
     )
     found = reasons(model)
@@ -95,36 +106,147 @@ def test_conv_net():
     assert found["norm.bias"] == (False, "bias")
     assert found["up.weight"] == (True, "convolution as (in, out*kh*kw)")
     assert found["deep.weight"] == (True, "convolution as (out, in*kd*kh*kw)")
-    assert found["depthwise.weight"] == (True, "convolution as (out, in*kh*kw)")
+    assert found["depthwise.weight"] == (False, "depthwise convolution")
+    assert found["grouped.weight"] == (True, "convolution as (out, in*kh*kw), in 2 groups")
+    assert found["patches.weight"] == (False, "patch embedding")
     assert found["act.weight"] == (False, "vector")
     assert found["fc.weight"] == (False, "output head")
 
 
-def test_conv1d_has_its_own_flattened_group():
+def test_weights_that_are_read_differently_have_groups_of_their_own():
     model = Net(
-        conv=nn.Conv1d(3, 8, 5), up=nn.ConvTranspose1d(8, 4, 2), mix=nn.Linear(4, 4), out=nn.Linear(4, 2)
+        conv=nn.Conv1d(3, 8, 5, bias=False),
+        up=nn.ConvTranspose1d(8, 4, 2, bias=False),
+        grouped=nn.Conv2d(4, 8, 3, groups=2, bias=False),
+        grouped_up=nn.ConvTranspose2d(4, 8, 3, groups=2, bias=False),
+        mix=nn.Linear(4, 4),
+        out=nn.Linear(4, 2),
     )
     groups = param_groups(model, muon=dict(momentum=0.9))
-    assert [(g["use_muon"], g.get("view"), [n for n, _ in g["params"]]) for g in groups] == [
-        (True, None, ["mix.weight"]),
-        (True, "flatten", ["conv.weight", "up.weight"]),
-        (False, None, ["conv.bias", "up.bias", "mix.bias", "out.weight", "out.bias"]),
+    read = [(g.get("view"), g.get("split"), g.get("transposed"), names(g)) for g in groups]
+    assert read == [
+        (None, None, None, ["mix.weight"]),
+        (None, 2, None, ["grouped.weight", "grouped_up.weight"]),
+        ("flatten", None, None, ["conv.weight"]),
+        ("flatten", None, True, ["up.weight"]),
+        (None, None, None, ["out.weight"]),
+        (None, None, None, ["mix.bias", "out.bias"]),
     ]
-    assert [g.get("momentum") for g in groups] == [0.9, 0.9, None]
+    assert [g.get("momentum") for g in groups] == [0.9] * 4 + [None] * 2
     by_name = {route.name: route for route in groups.routes}
     assert by_name["conv.weight"].reason == "convolution as (out, in*k)"
+    assert by_name["up.weight"].reason == "convolution as (in, out*k)"
     assert by_name["conv.weight"].view == "flatten"
     assert by_name["mix.weight"].view == "auto"
     assert by_name["mix.bias"].view is None
 
 
-def test_a_raw_parameter_of_a_conv_is_read_by_its_own_shape():
-    model = nn.Conv2d(4, 4, 3)
-    model.lora = nn.Parameter(torch.zeros(4, 2))
-    model.mixers = nn.Parameter(torch.zeros(2, 4, 4))
-    found = {route.name: (route.reason, route.view) for route in routes(model)}
-    assert found["lora"] == ("matrix", "auto")
-    assert found["mixers"] == ("batch of matrices", "auto")
+def test_the_matrices_of_a_grouped_convolution_are_what_its_groups_do():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 8, 3, groups=2, bias=False)
+    (group,) = param_groups(conv)
+    parts = reading(tuple(conv.weight.shape), split=group["split"]).cut(conv.weight)
+    x = torch.randn(1, 6, 5, 5)
+    alone = [nn.functional.conv2d(x[:, 3 * i : 3 * i + 3], part) for i, part in enumerate(parts)]
+    torch.testing.assert_close(torch.cat(alone, 1), conv(x))
+
+
+class Conv1D(nn.Module):
+    """As transformers' own, which GPT-2 uses: a Linear that keeps its weight as (in, out)."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+
+
+def experts(up, down):
+    return Net(gate_up_proj=nn.Parameter(torch.zeros(2, *up)), down_proj=nn.Parameter(torch.zeros(2, *down)))
+
+
+def test_what_lies_as_in_out_is_found_by_class_and_by_shape():
+    def turned(model, **options):
+        return [route.name for route in routes(model, **options) if route.transposed]
+
+    model = Net(body=nn.ModuleList([Conv1D(12, 4), nn.Linear(12, 4)]), lm_head=Conv1D(9, 4))
+    assert turned(model) == ["body.0.weight"]
+    assert reasons(model)["body.0.weight"] == (True, "matrix, as (in, out)")
+    assert reasons(model)["lm_head.weight"] == (False, "output head")
+    assert turned(model, transposed={"body.0.*": False, "body.1.weight": True}) == ["body.1.weight"]
+    for hidden, width in ((6, 4), (8, 4), (4, 4), (4, 8)):
+        assert turned(experts((hidden, 2 * width), (width, hidden))) == ["gate_up_proj", "down_proj"]
+        assert turned(experts((2 * width, hidden), (hidden, width))) == []
+
+
+def test_split_by_pattern():
+    model = Net(rnn=nn.LSTM(6, 8), h=nn.ModuleList([Conv1D(24, 8), nn.Linear(8, 12)]), out=nn.Linear(12, 2))
+    split = {"rnn.weight_*": 4, "h.0.weight": 3, "h.1.*": [8, 2, 2]}
+    groups = param_groups(model, split=split)
+    found = {name: group for group in groups for name in names(group)}
+    assert found["rnn.weight_ih_l0"]["split"] == 4
+    assert (found["h.0.weight"]["split"], found["h.0.weight"]["transposed"]) == (3, True)
+    assert found["h.1.weight"]["split"] == (8, 2, 2)
+    assert "split" not in found["h.1.bias"]  # a pattern may match what is Adam's, if it matches more
+    assert reasons(model, split=split)["h.0.weight"] == (True, "matrix, split 3, as (in, out)")
+    assert reasons(model, split=split)["h.1.weight"] == (True, "matrix, split (8, 2, 2)")
+    optimizer = Muon(groups, adjust_lr_fn="original")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    stepped = optimizer.cache_stats()["matrices"]
+    assert {f"h.0.weight[{i}]" for i in range(3)} | {f"rnn.weight_hh_l0[{i}]" for i in range(4)} <= set(
+        stepped
+    )
+
+
+def test_a_bare_parameter_is_a_weight_only_if_it_is_called_so():
+    bare = ("latents", "pos", "gamma", "queries", "A_log", "layer_scale", "codebook", "b1", "mixers")
+    model = Net(
+        **{
+            name: nn.Parameter(torch.zeros(2, 4, 4) if name == "mixers" else torch.zeros(4, 8))
+            for name in bare
+        }
+    )
+    assert on_muon(model) == []
+    assert reasons(model)["latents"] == (False, "no layer's weight")
+    called = (
+        "weight",
+        "in_proj_weight",
+        "w",
+        "w1",
+        "W_q",
+        "qkv_w",
+        "kernel",
+        "up_proj",
+        "lora_A",
+        "weight_hh_l0",
+    )
+    assert on_muon(Net(**{name: nn.Parameter(torch.zeros(4, 8)) for name in called})) == list(called)
+    # Experts are called all kinds of things.
+    mixture = type("MoE", (Net,), {})(
+        up=nn.Parameter(torch.zeros(2, 8, 4)), up_b=nn.Parameter(torch.zeros(2, 8))
+    )
+    assert on_muon(mixture) == ["up"]
+
+
+def test_routers_go_to_adam():
+    def lin():
+        return nn.Linear(8, 4, bias=False)
+
+    mixture = Net(gate=lin(), experts=nn.ModuleList([nn.Linear(8, 8, bias=False)]), shared_expert_gate=lin())
+    glu = Net(gate=lin(), up=lin())
+    nested = Net(router=Net(layer=lin()))
+    stacked = Net(experts_w=nn.Parameter(torch.zeros(2, 8, 8)), gate=lin())
+    model = Net(
+        blocks=nn.ModuleList([mixture, glu, nested, stacked]), router_weight=nn.Parameter(torch.zeros(4, 8))
+    )
+    assert {name for name, found in reasons(model).items() if found == (False, "router")} == {
+        "router_weight",
+        "blocks.0.gate.weight",
+        "blocks.0.shared_expert_gate.weight",
+        "blocks.2.router.layer.weight",
+        "blocks.3.gate.weight",
+    }
+    assert "blocks.1.gate.weight" in on_muon(model)
 
 
 def test_attention_alone_has_no_head():
@@ -191,11 +313,12 @@ def test_embedding_like_parameters_by_their_own_name():
     model = Net(**{name: nn.Parameter(torch.zeros(4, 8)) for name in names})
     assert set(reasons(model).values()) == {(False, "embedding")}
     plain = Net(
-        decomposition=nn.Parameter(torch.zeros(4, 8)),
-        members=nn.Parameter(torch.zeros(4, 8)),
-        patch_embed=nn.Conv2d(3, 8, 4),  # the module is called so, its weight is a convolution
+        decomposition_weight=nn.Parameter(torch.zeros(4, 8)),
+        member_weights=nn.Parameter(torch.zeros(4, 8)),
+        embed_in=nn.Linear(4, 8, bias=False),  # the module is called so, its weight is a matrix
+        out=nn.Linear(8, 8, bias=False),
     )
-    assert on_muon(plain) == ["decomposition", "members", "patch_embed.weight"]
+    assert on_muon(plain) == ["decomposition_weight", "member_weights", "embed_in.weight"]
     assert reasons(nn.EmbeddingBag(4, 8))["weight"] == (False, "embedding")
     assert reasons(Net(embeds=nn.ParameterList([torch.zeros(4, 8)])))["embeds.0"] == (False, "embedding")
     assert reasons(type("VocabParallelEmbedding", (Net,), {})(weight=nn.Parameter(torch.zeros(4, 8)))) == {
@@ -203,9 +326,9 @@ def test_embedding_like_parameters_by_their_own_name():
     }
 
 
-def test_experts_are_a_batch_of_matrices_in_the_main_group():
-    model = Net(experts=nn.Parameter(torch.zeros(4, 8, 16)), grid=nn.Parameter(torch.zeros(2, 2, 8, 4)))
-    assert reasons(model) == {"experts": (True, "batch of matrices"), "grid": (True, "tensor as (2, 64)")}
+def test_experts_are_a_stack_of_matrices_in_the_main_group():
+    model = Net(experts=nn.Parameter(torch.zeros(4, 8, 16)), grid_w=nn.Parameter(torch.zeros(2, 2, 8, 4)))
+    assert reasons(model) == {"experts": (True, "stack of matrices"), "grid_w": (True, "tensor as (2, 64)")}
     (group,) = param_groups(model)
     assert "view" not in group
 
@@ -217,11 +340,12 @@ def test_norms_vectors_and_scalars_go_to_adam():
         rms=nn.RMSNorm((4, 4)),
         group=nn.GroupNorm(2, 8),
         mine=type("LlamaRMSNorm", (Net,), {})(weight=nn.Parameter(torch.ones(8))),
+        heads=type("CohereLayerNorm", (Net,), {})(weight=nn.Parameter(torch.ones(4, 8))),
         gain=nn.Parameter(torch.ones(8)),
         temperature=nn.Parameter(torch.tensor(1.0)),
     )
     found = reasons(model)
-    for name in ("plain", "image", "rms", "group", "mine"):
+    for name in ("plain", "image", "rms", "group", "mine", "heads"):
         assert found[f"{name}.weight"] == (False, "norm")
     assert found["gain"] == found["temperature"] == (False, "vector")
 
@@ -235,11 +359,11 @@ def test_a_complex_parameter_is_refused_as_the_optimizers_do():
 
 def test_what_polar_would_only_normalize_goes_to_adam():
     model = Net(
-        row=nn.Parameter(torch.zeros(1, 8)),
-        column=nn.Parameter(torch.zeros(8, 1)),
-        rows=nn.Parameter(torch.zeros(4, 1, 8)),
-        conv=nn.Conv2d(8, 1, 3, bias=False),
-        none=nn.Parameter(torch.zeros(0, 4, 4)),
+        row_w=nn.Parameter(torch.zeros(1, 8)),
+        column_w=nn.Parameter(torch.zeros(8, 1)),
+        rows_w=nn.Parameter(torch.zeros(4, 1, 8)),
+        layers=nn.ModuleList([nn.Conv2d(8, 1, 3, bias=False)]),
+        none_w=nn.Parameter(torch.zeros(0, 4, 4)),
     )
     found = reasons(model)
     assert set(found.values()) == {(False, "fewer than two rows or columns")}
@@ -318,15 +442,54 @@ def test_what_is_a_head():
     assert head(nn.Sequential(lin())) == ["0.weight"]
     assert head(Net(flatten=nn.Flatten(), stack=nn.Sequential(lin(), lin()))) == ["stack.1.weight"]
     assert head(Net(features=body, classifier=nn.Sequential(lin(), lin()))) == ["classifier.1.weight"]
-    assert head(Net(features=body, tail=nn.Sequential(lin(), lin()))) == []
+    assert head(Net(features=body, tail=nn.Sequential(lin(), lin()))) == ["tail.1.weight"]
+    assert head(Net(features=body, tail=Net(a=lin(), b=lin()))) == []
     assert head(Net(body=lin(), anything=lin())) == ["anything.weight"]
     assert head(nn.Sequential(body, Net(inner=lin(), fc=lin()))) == ["1.fc.weight"]
     assert head(Net(body=body, last=nn.Sequential(lin(), nn.Sequential(OrderedDict(mlp_head=lin()))))) == [
         "last.1.mlp_head.weight"
     ]
-    for name in HEAD_NAMES:
+    for name in HEAD_NAMES + LAST_NAMES:
         assert head(Net(body=body, deep=Net(inner=lin(), **{name: lin()}))) == [f"deep.{name}.weight"]
     assert head(Net(body=body, deep=Net(inner=lin(), proj=lin()))) == []
+
+
+def test_several_heads():
+    def head(model):
+        return [route.name for route in routes(model) if route.reason == "output head"]
+
+    def lin(inputs=8, outputs=8):
+        return nn.Linear(inputs, outputs, bias=False)
+
+    body = nn.Sequential(lin(), nn.ReLU(), lin())
+    assert head(Net(body=body, policy=lin(8, 4), value=lin(8, 1))) == ["policy.weight", "value.weight"]
+    assert head(Net(body=body, value=lin(8, 1), policy=lin(8, 4))) == ["value.weight", "policy.weight"]
+    actor, critic = (nn.Sequential(lin(6, 8), nn.Tanh(), lin(8, outputs)) for outputs in (3, 1))
+    assert head(Net(actor=actor, critic=critic)) == ["actor.2.weight", "critic.2.weight"]
+    # A layer whose outputs the next one takes is hidden, and so is the latent of an autoencoder.
+    assert head(Net(fc1=lin(8, 16), fc2=lin(16, 8), fc3=lin(8, 3))) == ["fc3.weight"]
+    assert head(Net(mean=lin(8, 4), spread=lin(8, 4), wide=lin(4, 8), out=lin(8, 8))) == ["out.weight"]
+    named = Net(
+        body=body, policy_head=Net(dense=lin(), out=lin(8, 4)), rest=Net(value_head=lin(8, 2), x=lin())
+    )
+    assert head(named) == ["policy_head.out.weight", "rest.value_head.weight"]
+    many = Net(body=body, heads=nn.ModuleList([lin(8, 2), nn.Sequential(lin(), lin(8, 3))]))
+    assert head(many) == ["heads.0.weight", "heads.1.1.weight"]
+    tasks = Net(body=body, heads=nn.ModuleDict(dict(a=lin(8, 2), b=lin(8, 3))))
+    assert head(tasks) == ["heads.a.weight", "heads.b.weight"]
+    by_class = Net(
+        body=body, task=type("SpanHead", (Net,), {})(dense=lin(), out=lin(8, 2)), tail=Net(x=lin())
+    )
+    assert head(by_class) == ["task.out.weight"]
+    # Attention heads are no output heads.
+    attention = Net(heads=nn.ModuleList([Net(key=lin(), value=lin())]), proj=lin())
+    assert head(Net(blocks=nn.Sequential(Net(sa=attention), Net(sa=attention)), last=Net(x=lin()))) == []
+    clip = Net(text=Net(x=lin()), image=Net(x=lin()), visual_projection=lin(), text_projection=lin())
+    assert head(clip) == ["visual_projection.weight", "text_projection.weight"]
+    segmentation = Net(
+        backbone=Net(x=lin()), classifier=nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1))
+    )
+    assert head(segmentation) == ["classifier.1.weight"]
 
 
 def test_parametrized_layers_keep_their_role():
@@ -372,6 +535,15 @@ def test_overrides_first_match_wins_on_any_name():
             ["overrides['0.*']", "'0.bias'", "(8,)", "'adam'"],
         ),
         (lambda: routes(Net(a=nn.LazyLinear(4))), ["model", "'a.weight'", "one forward"]),
+        (lambda: routes(mlp(), split={"9.*": 2}), ["split", "'9.*'", "none"]),
+        (lambda: routes(mlp(), split={"0.bias": 2}), ["split", "'0.bias'", "weights of Muon"]),
+        (lambda: routes(mlp(), split={"0.*": 3}), ["0.weight", "(8, 6)", "split", "8 outputs"]),
+        (lambda: routes(mlp(), split={"0.*": 8}), ["split['0.*']", "0.weight", "two rows", "got 8"]),
+        (lambda: routes(mlp(), split={"0.*": "2"}), ["split['0.*']", "integer >= 1", "'2'"]),
+        (lambda: routes(mlp(), transposed={"9.*": True}), ["transposed", "'9.*'", "none"]),
+        (lambda: routes(mlp(), transposed={"0.*": 1}), ["transposed['0.*']", "True or False", "1"]),
+        (lambda: param_groups(mlp(), heads={"reasons": []}), ["heads", "'reasons'"]),
+        (lambda: param_groups(mlp(), head={"lr": 1}), ["head", "`heads`"]),
         (lambda: matrix_shape((3,)), ["shape", "(3,)", "2 dimensions"]),
         (lambda: matrix_shape(()), ["shape", "()", "2 dimensions"]),
         (lambda: matrix_shape((3, 4), "rows"), ["view", "'rows'", "'auto'", "'flatten'", "'batch'"]),
@@ -427,7 +599,7 @@ def test_groups_survive_a_copy_and_settings_are_not_touched():
     adam = dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-8)
     groups = param_groups(mlp(), muon=dict(lr=1e-3), adam=adam)
     assert isinstance(groups, ParamGroups)
-    assert [group["lr"] for group in groups] == [1e-3, 2e-3]
+    assert [group["lr"] for group in groups] == [1e-3, 2e-3, 2e-3]
     assert groups[1]["betas"] == (0.9, 0.999)
     assert adam == dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-8)
     assert copy.deepcopy(groups).routes == groups.routes == routes(mlp())
@@ -436,12 +608,64 @@ def test_groups_survive_a_copy_and_settings_are_not_touched():
 def test_an_optimizer_takes_the_groups_and_keeps_the_names():
     model = GPT()
     optimizer = torch.optim.SGD(param_groups(model, adam=dict(lr=0.2)), lr=0.1)
-    assert [(g["use_muon"], g["lr"]) for g in optimizer.param_groups] == [(True, 0.1), (False, 0.2)]
+    assert [(g["use_muon"], g["lr"]) for g in optimizer.param_groups] == [(True, 0.1)] + [(False, 0.2)] * 2
     named = dict(model.named_parameters())
     for group in optimizer.param_groups:
         for name, param in zip(group["param_names"], group["params"], strict=True):
             assert named.pop(name) is param
     assert not named
+
+
+def test_vectors_are_not_decayed_unless_they_are_said_to_be():
+    def decay(**options):
+        groups = param_groups(GPT(tied=False), **options)
+        return {name: group.get("weight_decay") for group in groups for name in names(group)}
+
+    for options, matrices, vectors in (
+        ({}, None, 0.0),
+        ({"adam": dict(weight_decay=0.1)}, 0.1, 0.0),
+        ({"adam": dict(weight_decay=0.1), "vectors": dict(lr=0.3)}, 0.1, 0.0),
+        ({"adam": dict(weight_decay=0.1), "vectors": dict(weight_decay=0.2)}, 0.1, 0.2),
+    ):
+        found = decay(**options)
+        assert found["wte.weight"] == found["wpe"] == found["lm_head.weight"] == matrices
+        assert found["blocks.0.norm.weight"] == found["blocks.0.up.bias"] == vectors
+        assert found["blocks.0.up.weight"] is None
+    gains = Net(
+        scale=nn.Parameter(torch.ones(2, 8)), temperature=nn.Parameter(torch.ones(())), x=nn.Linear(8, 8)
+    )
+    decayed = {n: g.get("weight_decay") for g in param_groups(gains, head="muon") for n in names(g)}
+    assert decayed == {"x.weight": None, "x.bias": 0.0, "scale": 0.0, "temperature": 0.0}
+
+
+def test_the_kinds_of_adam_have_settings_of_their_own():
+    groups = param_groups(
+        GPT(tied=False),
+        adam=dict(lr=1.0, eps=1e-6),
+        embeddings=dict(lr=2.0),
+        heads=dict(lr=3.0),
+        vectors=dict(lr=4.0),
+        overrides={"blocks.0.up.weight": "adam"},
+    )
+    lr = {name: group.get("lr") for group in groups for name in names(group)}
+    assert (lr["wte.weight"], lr["wpe"], lr["lm_head.weight"]) == (2.0, 2.0, 3.0)
+    assert (lr["blocks.0.up.weight"], lr["blocks.1.norm.bias"], lr["blocks.1.up.weight"]) == (1.0, 4.0, None)
+    assert {group.get("eps") for group in groups if not group["use_muon"]} == {1e-6}
+    assert len(groups) == 5
+    assert len(param_groups(GPT(tied=False))) == 3  # what has no settings of its own shares a group
+
+
+@pytest.mark.parametrize("make", [Muon, CacheMuon])
+def test_reasons_reach_the_optimizer_and_its_state(make, tmp_path):
+    model = GPT(tied=False)
+    groups = param_groups(model, heads=dict(lr=1e-4))
+    for group in groups:
+        assert len(group["reasons"]) == len(group["params"])
+    optimizer = make(groups, lr=0.01)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    told = {row.name: (row.to, row.why) for row in optimizer.explain().rows}
+    assert told == {r.name: ("muon" if r.use_muon else "adam", r.reason) for r in groups.routes}
 
 
 def leaves():
@@ -450,6 +674,8 @@ def leaves():
         lambda: nn.Linear(4, 1, bias=False),
         lambda: nn.Conv1d(4, 4, 3),
         lambda: nn.Conv2d(2, 3, 3),
+        lambda: nn.Conv2d(4, 6, 3, groups=2),
+        lambda: nn.ConvTranspose1d(4, 6, 3),
         lambda: nn.Embedding(5, 4),
         lambda: nn.LayerNorm(4),
         lambda: nn.LSTM(4, 4),
@@ -483,10 +709,11 @@ def test_every_trainable_parameter_is_in_exactly_one_group(model, head):
     trainable = [(name, id(param)) for name, param in model.named_parameters() if param.requires_grad]
     assert sorted(placed) == sorted(trainable)
     assert [route.name for route in groups.routes] == [name for name, _ in model.named_parameters()]
-    assert all(group["params"] and set(group) <= {"params", "use_muon", "view"} for group in groups)
     assert all(route.reason for route in groups.routes)
     for group in groups:
+        assert group["params"] and len(group["reasons"]) == len(group["params"])
         for _, param in group["params"] if group["use_muon"] else ():
-            count, rows, cols = matrix_shape(param.shape, group.get("view", "auto"))
-            assert count * rows * cols == param.numel()
-            assert min(rows, cols) > 1
+            how = {key: group[key] for key in ("view", "split", "transposed") if key in group}
+            pieces = reading(tuple(param.shape), **how).pieces
+            assert sum(math.prod(piece.sides) for piece in pieces) == param.numel()
+            assert min(min(piece.sides) for piece in pieces) > 1

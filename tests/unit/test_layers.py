@@ -19,6 +19,8 @@ LAYERS = (  # lowest first
     "guard",
     "theory",
     "views",
+    "heads",
+    "routing",
     "groups",
     "matrices",
     "ownership",
