@@ -68,7 +68,7 @@ def test_huggingface_trainer(run, way):
     assert equal(*told["models"])
 
 
-def test_trainers_own_groups_are_refused(run, monkeypatch):
+def test_trainers_own_groups_are_refused(run):
     pytest.importorskip("transformers", reason="transformers is not installed")
     example = importlib.import_module("huggingface_trainer")
     trainer = example.make("factory", "runs", 2)
