@@ -1,7 +1,7 @@
 """accelerate: gradient accumulation, metrics, save_state and load_state.
 
     python examples/accelerate_loop.py
-    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
 The model is prepared first: under DDP `param_groups` then finds the ranks, and they share the solves.
 (Plugins that shard want model and optimizer in one call of `prepare`; what is sharded is known by itself.)

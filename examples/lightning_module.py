@@ -41,20 +41,14 @@ class LogMetrics(L.Callback):
 
 def make(folder: str, steps: int) -> L.Trainer:
     # By steps, not by epochs: from a checkpoint of an epoch's end Lightning goes on with one batch too many.
-    checkpoint = ModelCheckpoint(
-        f"{folder}/checkpoints",
-        "{step}",
-        every_n_train_steps=steps // 2,
-        save_top_k=-1,
-        enable_version_counter=False,
-    )
+    saved = dict(every_n_train_steps=steps // 2, save_top_k=-1, enable_version_counter=False)
     return L.Trainer(
         accelerator="cpu",
         max_steps=steps,
         gradient_clip_val=1.0,
         log_every_n_steps=5,
         logger=CSVLogger(folder),
-        callbacks=[LogMetrics(), checkpoint],
+        callbacks=[LogMetrics(), ModelCheckpoint(f"{folder}/checkpoints", "{step}", **saved)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

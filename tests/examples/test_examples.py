@@ -68,6 +68,15 @@ def test_huggingface_trainer(run, way):
     assert equal(*told["models"])
 
 
+def test_trainers_own_groups_are_refused(run):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    example = importlib.import_module("huggingface_trainer")
+    trainer = example.make("factory", "runs", 2)
+    trainer.optimizer_cls_and_kwargs = example.CacheMuon, {"lr": 0.02}
+    with pytest.raises(ValueError, match=r"\(256,\)"):  # a norm's weight
+        trainer.create_optimizer()
+
+
 def test_accelerate(run):
     told = run("accelerate_loop", "accelerate")
     assert told["again"] == told["losses"] and told["losses"][-1] < 0.75
@@ -137,6 +146,7 @@ def test_wandb(run, monkeypatch):
         monkeypatch.setenv(name, folder)
     told = run("wandb_offline", "wandb")
     assert told["summary"]["loss"] < 0.75 and told["summary"]["muon/last/hit_rate"] > 0.5
+    sys.modules["wandb"].teardown()  # ends its service, which writes what it still has
     (written,) = Path("runs/wandb").glob("offline-run-*/run-*.wandb")
     assert b"muon/flops_saved" in written.read_bytes()
 
@@ -153,7 +163,7 @@ def ranks(tmp_path):
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
