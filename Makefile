@@ -29,8 +29,7 @@ browser: $(STAMP) ## look at the report in Chromium (/usr/bin/chromium)
 	@$(RUN) -m pytest -n0 tests/browser
 
 docs: $(STAMP) ## build the documentation's site into site/; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
-	@echo "site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 format: $(STAMP) ## let ruff repair what it can
 	@$(RUN) -m ruff check --fix-only

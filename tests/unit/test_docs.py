@@ -63,13 +63,14 @@ def test_snippets_that_are_not_run_are_few_and_could_be():
         ast.parse(text)
 
 
+def build_site(config: pathlib.Path, out: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    # Not --quiet: what is not said is not counted as a warning either.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "--site-dir", str(out)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    built = build_site(ROOT / "mkdocs.yml", tmp_path)
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "api.html").read_text(encoding="utf-8")
     for name in cachemuon.__all__:
@@ -81,6 +82,17 @@ def test_the_site_builds_without_a_warning(tmp_path):
         for found in re.findall(r'<(?:script|link|img)[^>]+"https?:[^"]+', page.read_text(encoding="utf-8"))
     ]
     assert not outside  # nothing is loaded from elsewhere
+
+
+def test_a_page_that_is_not_in_the_navigation_or_links_to_nowhere_is_refused(tmp_path):
+    checks = re.search(r"^validation:.*?\n(?=\n)", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\n[there](nowhere.md) [here](index.md#nowhere)")
+    (tmp_path / "docs" / "lost.md").write_text("# Lost")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(f"site_name: x\n{checks[0]}\nnav: [index.md]\n")
+    refused = build_site(config, tmp_path / "site")
+    assert refused.returncode == 1 and refused.stderr.count("WARNING") == 3
 
 
 def test_links_between_pages_exist():
