@@ -179,9 +179,9 @@ def test_a_cubic_step_really_saves_its_square(schedule, n):
 
     W = torch.nn.Parameter(M)
     W.grad = M.flip(0)
-    for solver, price in ((gram, cost.gram), (standard, cost.standard)):
+    for solver, expected in ((gram, cost.gram), (standard, cost.standard)):
         optimizer = Muon([W], solver=solver)
-        assert counted(optimizer.step)[0] == optimizer.cache_stats()["flops"] == price
+        assert counted(optimizer.step)[0] == optimizer.cache_stats()["flops"] == expected
 
 
 @pytest.mark.parametrize("k", [1, 8])

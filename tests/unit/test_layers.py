@@ -24,6 +24,7 @@ LAYERS = (  # lowest first
     "ownership",
     "distributed",
     "settings",
+    "foreign",
     "host",
     "plan",
     "fresh",
