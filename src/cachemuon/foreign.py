@@ -125,8 +125,8 @@ def _entries(
     if found.keys() != needed:
         raise ValueError(
             f"{name}: with use_muon={group['use_muon']} its state must be {sorted(needed)}, got "
-            f"{sorted(found)} of {peer.name}: put each parameter into a group of the algorithm it had, in the "
-            f"same order"
+            f"{sorted(found)} of {peer.name}: put each parameter into a group of the algorithm it had, in "
+            f"the same order"
         )
     if group["use_muon"] and peer.sums:
         momentum = other["mu"] if "mu" in other else other["momentum"]

@@ -13,7 +13,9 @@ from cachemuon.stats import OUTCOMES
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/optimizers.md", "docs/distributed.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/optimizers.md", "docs/distributed.md", "docs/migration.md"]
+)
 def test_snippets_run_one_after_the_other(page, capsys):
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert snippets
