@@ -1,6 +1,6 @@
 """Where GramNS should restart: its error against float64, by precision, restart and kind of matrix.
 
-    python benchmarks/restarts.py [--quick] [--json docs/restarts.json]
+    python benchmarks/restarts.py [--quick | --products | --schedules] [--json docs/restarts.json]
 
 docs/restarts.md says what the tables mean. Half precision is emulated: a product is accumulated in
 float32 and rounded once, as on tensor cores, so the numbers do not depend on a CPU's kernels.
@@ -31,7 +31,7 @@ from momentum import record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cachemuon import GRAM, GramNS, StandardNS, products
+from cachemuon import CANS, CUBIC5, DEEPSEEK_V4, GRAM, QUINTIC, GramNS, StandardNS, polar_express, products
 from cachemuon.flops import Executed
 from cachemuon.polar import widen
 from cachemuon.workspace import Workspace
@@ -133,7 +133,7 @@ def measure(case: Case) -> None:
                         listing(X, frozenset(k + 1 for k in restarts), dtype)
                     )
             for restarts in LISTED if dtype == torch.float64 else RESTARTS:
-                D, Q = GramNS(restarts=restarts, dtype=dtype).solve_with_transform(X)
+                D, Q = GramNS(restarts=restarts, dtype=dtype).solve_with_transform(X, Workspace())
                 row[label(restarts)] = error(D)
                 row[f"QX {label(restarts)}"] = error(Q @ X)
 
@@ -306,15 +306,40 @@ def products_table() -> None:
     table("Symmetric products", ["matrices", "number", *heads], rows)
 
 
+def schedules_table() -> None:
+    """Other schedules: float32 errors without a restart, with one, and with the default, n = 16 to 256."""
+    cases = [*real([(64, 1)], (5, 20)), *synthetic([16, 64, 256])]
+    rows = []
+    for schedule in (GRAM, QUINTIC, CANS, CUBIC5, polar_express(8, 1.05), DEEPSEEK_V4):
+        default = GramNS(schedule).restarts_at(16, 16, torch.float32)
+        errors: dict[str, list[float]] = {}
+        for case in cases:
+            exact = StandardNS(schedule).solve(case.X.double(), Workspace())
+            solvers = {"StandardNS": StandardNS(schedule)}
+            solvers |= {label(r): GramNS(schedule, r) for r in ((), (2,), default)}
+            for name, solver in solvers.items():
+                D = solver.solve(case.X, Workspace())
+                errors.setdefault(name, []).append(
+                    float(torch.linalg.norm(D - exact) / torch.linalg.norm(exact))
+                )
+        columns = [spread(errors[name]) for name in ("StandardNS", "none", "2", label(default))]
+        rows.append([schedule.name, str(schedule.steps), *columns, f"({label(default)})"])
+    heads = ["schedule", "steps", "StandardNS", "none", "(2,)", "default", "which is"]
+    table(f"Schedules, {len(cases)} matrices, float32: median / worst", heads, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--products", action="store_true", help="only symmetric products by half and in full")
+    parser.add_argument("--schedules", action="store_true", help="only the errors of other schedules")
     parser.add_argument("--quick", action="store_true", help="small matrices only")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every error to PATH")
     args = parser.parse_args()
     torch.set_num_threads(min(2, torch.get_num_threads()))
     if args.products:
         return products_table()
+    if args.schedules:
+        return schedules_table()
     models, steps, sizes = QUICK if args.quick else FULL
     cases = [*real(models, steps), *synthetic(sizes)]
     for i, case in enumerate(cases, start=1):

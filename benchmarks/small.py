@@ -46,8 +46,8 @@ from cachemuon_lab.train import Interrupted, train
 
 KINDS = ("gram", "cache", "jordan")
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, weight_decay=0.1, adam_lr=2e-3)
-LADDER = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-FIRST = {"gram": (2, 3), "cache": (3, 4)}  # where on it the searches begin
+LADDER = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+FIRST = {"gram": (3, 4), "cache": (4, 5)}  # where on it the searches begin
 SETTINGS = ("data.context=256", "batch_size=4", "accumulation=1", "autocast=none", "validation_batches=16")
 SHORTER = ("model.layers=4",)  # in the search
 OFTEN, TIMED = 25, 22  # steps between validations; steps that are timed: two lives of a transform

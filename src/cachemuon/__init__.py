@@ -8,10 +8,23 @@ from .muon import Muon
 from .polar import AutoNS, ExactPolar, GramNS, Solver, StandardNS, normalize, polar
 from .probe import exact_residual, sketched_residual
 from .routing import routes
-from .schedules import GRAM, POLAR_EXPRESS, QUINTIC, Schedule, polar_express, quintic
+from .schedules import (
+    CANS,
+    CUBIC5,
+    DEEPSEEK_V4,
+    GRAM,
+    POLAR_EXPRESS,
+    QUINTIC,
+    Schedule,
+    polar_express,
+    quintic,
+)
 from .stats import Event
 
 __all__ = [
+    "CANS",
+    "CUBIC5",
+    "DEEPSEEK_V4",
     "GRAM",
     "POLAR_EXPRESS",
     "QUINTIC",

@@ -24,6 +24,7 @@ from .distributed import (
     sharded_as,
     shared_of,
 )
+from .foreign import as_ours
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
 from .ownership import Work
@@ -267,10 +268,12 @@ class MatrixOptimizer(Accounts):
         return packed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a state, of this class or of torch.optim.Muon.
+        """Continue from a state: of `Muon` or `CacheMuon`, or of another optimizer (docs/migration.md).
 
         The live solvers stay, with a warning if their text differs from the saved one. Settings that
-        the saved groups lack stay as they are. Nothing of `state_dict` is shared or changed.
+        the saved groups lack stay as they are. From another optimizer, one of `foreign.PEERS`, momentum and
+        Adam's moments are taken over, and all settings stay, with one warning that names those that differ.
+        Nothing of `state_dict` is shared or changed; a load that is refused changes nothing.
         """
         self._settle()
         before = {key: self.__dict__[key] for key in ("state", "param_groups", "_kept")}
@@ -282,13 +285,18 @@ class MatrixOptimizer(Accounts):
 
     def _load(self, state_dict: StateDict) -> None:
         live = [dict(group) for group in self.param_groups]
-        loaded: list[StateDict] = []  # what the user's own hooks made of it
-        handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
+        loaded: list[tuple[StateDict, str]] = []  # what the user's own hooks made of it, and what to warn of
+
+        def translate(_: torch.optim.Optimizer, final: StateDict) -> StateDict:
+            loaded.append(as_ours(final, live))
+            return loaded[0][0]
+
+        handle = self.register_load_state_dict_pre_hook(translate)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        state_dict = loaded[0]
+        state_dict, differences = loaded[0]
         saved_groups = state_dict["param_groups"]
         for group, before, saved in zip(self.param_groups, live, saved_groups, strict=True):
             for key, value in before.items():
@@ -316,6 +324,8 @@ class MatrixOptimizer(Accounts):
                     self.state[param][entry] = restored
         self._kept.reconciled = False
         self._kept.told = self._counted()
+        if differences:
+            warnings.warn(differences, stacklevel=3)
 
     def _restored(self, param: Tensor, entry: str, saved: Tensor, loaded: Tensor) -> Tensor:
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.

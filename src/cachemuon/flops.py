@@ -186,7 +186,8 @@ class Executed(Cost):
     """What this library multiplies for one matrix. `vectors` is the sketch's width k; 0 if exact: no recheck.
 
     `rank` is the number r of directions that a clipped hit may repair; `pieces` is the number of panels that
-    symmetric products are computed in (`products.panels`).
+    symmetric products are computed in (`products.panels`); `cubic` is the number of steps with c = 0, which
+    need no square (`Schedule.cubic`; the paper's model knows none).
 
     >>> cost = Executed(768, 3072)
     >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
@@ -197,9 +198,12 @@ class Executed(Cost):
     vectors: int = 8
     rank: int = 0
     pieces: int = 1
+    cubic: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not (isinstance(self.cubic, int) and 0 <= self.cubic <= self.steps):
+            raise ValueError(f"cubic must be an integer from 0 to steps, got {self.cubic!r}")
         _at_least("rank", self.rank, 0)
         _at_least("pieces", self.pieces, 1)
         if self.probe not in ("sketch", "exact"):
@@ -209,14 +213,14 @@ class Executed(Cost):
     @property
     def gram(self) -> int:
         """s+1 segments of `Y Y^T` and `Q Y`; and n x n products: K for R^2, 3(K-1-s) for Q P and two of R.
-        With full products 4(s+1) n^2 m + 2n^3 (K + 3(K-1-s)).
+        With full products 4(s+1) n^2 m + 2n^3 (K + 3(K-1-s)). Each cubic step has one product less.
         """
-        return gram_flops(self.n, self.m, self.steps, self.restarts, self.pieces)
+        return gram_flops(self.n, self.m, self.steps, self.restarts, self.pieces, self.cubic)
 
     @property
     def standard(self) -> int:
-        """With full products K (4n^2 m + 2n^3)."""
-        return standard_flops(self.n, self.m, self.steps, self.pieces)
+        """With full products K (4n^2 m + 2n^3), and 2n^3 less for each cubic step."""
+        return standard_flops(self.n, self.m, self.steps, self.pieces, self.cubic)
 
     @property
     def baseline(self) -> int:
@@ -301,8 +305,9 @@ def executed_by(
     """
     n, m = sorted((n, m))
     restarts, pieces = len(solver.restarts_at(n, m, dtype)), panels(n, dtype)
+    steps, cubic = solver.schedule.steps, solver.schedule.cubic
     return Executed(
-        n, m, solver.schedule.steps, restarts, probe=probe, vectors=vectors, rank=rank, pieces=pieces
+        n, m, steps, restarts, probe=probe, vectors=vectors, rank=rank, pieces=pieces, cubic=cubic
     )
 
 

@@ -123,7 +123,8 @@ class Muon(MatrixOptimizer):
             executed = executed_by(solver, n, m, dtype)
             return calls * executed.gram, calls * paper_cost(solver, n, m).gram
         if isinstance(solver, StandardNS):
-            executed = Executed(n, m, solver.schedule.steps, pieces=panels(n, dtype))
+            schedule = solver.schedule
+            executed = Executed(n, m, schedule.steps, pieces=panels(n, dtype), cubic=schedule.cubic)
             return calls * executed.standard, calls * paper_cost(solver, n, m).standard
         return 0, 0  # a solver of the user's own, or the SVD: not counted
 

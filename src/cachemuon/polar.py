@@ -160,8 +160,11 @@ class StandardNS(Solver):
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for a, b, c in self.schedule.triples:
             symmetric(Y, Y.mT, A)  # (B, n, n)
-            symmetric(A, A, Z, plus=A, beta=b, alpha=c)
-            Y = torch.baddbmm(Y, Z, Y, beta=a, out=target)
+            if c:
+                symmetric(A, A, Z, plus=A, beta=b, alpha=c)
+                Y = torch.baddbmm(Y, Z, Y, beta=a, out=target)
+            else:
+                Y = torch.baddbmm(Y, A, Y, beta=a, alpha=b, out=target)
             target, spare = spare, target
         return Y.to(X.dtype)
 
@@ -171,8 +174,9 @@ class GramNS(Solver):
     """GramNS, Algorithm A.2: the same polynomial, iterated on the n x n Gram matrix.
 
     `restarts` counts completed iterations: `(2,)` rebuilds the Gram matrix after the second.
-    None is `(2,)`, measured to be the best place (docs/restarts.md), and no restart where it would only
-    cost time: in float64, and in float32 for n >= 512 and m >= 1.5 n.
+    None is `(2,)`, measured to be the best place (docs/restarts.md), and in schedules of more than five
+    iterations after every third from there; no restart where it would only cost time: in float64, and in
+    float32 for n >= 512, m >= 1.5 n and at most five iterations.
 
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     >>> direction, transform = GramNS().with_transform(M)
@@ -204,8 +208,10 @@ class GramNS(Solver):
         """The restarts of an iteration in `dtype` on a wide n x m matrix."""
         if self.restarts is not None:
             return self.restarts
-        needless = dtype == torch.float64 or (dtype == torch.float32 and n >= 512 and 2 * m >= 3 * n)
-        return () if needless or self.schedule.steps < 3 else (2,)
+        steps = self.schedule.steps
+        wide = n >= 512 and 2 * m >= 3 * n and steps <= 5
+        needless = dtype == torch.float64 or (dtype == torch.float32 and wide)
+        return () if needless else tuple(range(2, steps, 3))
 
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """The direction of a batch of normalized wide matrices."""
@@ -259,7 +265,10 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
     for k, (a, b, c) in enumerate(triples):
         # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
         # times that of P formed at once and R <- (P R) P (docs/restarts.md).
-        symmetric(R, R, P, plus=R, beta=b, alpha=c)
+        if c:
+            symmetric(R, R, P, plus=R, beta=b, alpha=c)
+        else:
+            torch.mul(R, b, out=P)
         P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
         last = k == len(triples) - 1
         if not last:
@@ -305,8 +314,9 @@ class AutoNS(Solver):
 
 def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
     """The given GramNS; or StandardNS with its schedule, where that multiplies less on wide n x m."""
-    steps, restarts, pieces = gram.schedule.steps, len(gram.restarts_at(n, m, dtype)), panels(n, dtype)
-    if gram_flops(n, m, steps, restarts, pieces) < standard_flops(n, m, steps, pieces):
+    restarts, pieces = len(gram.restarts_at(n, m, dtype)), panels(n, dtype)
+    steps, cubic = gram.schedule.steps, gram.schedule.cubic
+    if gram_flops(n, m, steps, restarts, pieces, cubic) < standard_flops(n, m, steps, pieces, cubic):
         return gram
     return StandardNS(gram.schedule, eps=gram.eps, dtype=gram.dtype)
 

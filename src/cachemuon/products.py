@@ -77,15 +77,18 @@ def symmetric_flops(n: int, k: int, pieces: int = 1) -> int:
     return sum(2 * k * (n - i) * (min(i + width, n) - i) for i in range(0, n, width))
 
 
-def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1) -> int:
-    """What GramNS multiplies: for each segment `Y Y^T` and `Q Y`; `R^2` for each step, and three products
-    more for each that no segment ends with. Symmetric ones in that many panels.
+def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1, cubic: int = 0) -> int:
+    """What GramNS multiplies: for each segment `Y Y^T` and `Q Y`; `R^2` for each step that is not cubic, and
+    three products more for each that no segment ends with. Symmetric ones in that many panels.
     """
-    squares = steps + 3 * (steps - 1 - restarts)
+    squares = steps - cubic + 3 * (steps - 1 - restarts)
     segment = symmetric_flops(n, m, pieces) + 2 * n * n * m
     return (restarts + 1) * segment + squares * symmetric_flops(n, n, pieces)
 
 
-def standard_flops(n: int, m: int, steps: int, pieces: int = 1) -> int:
-    """What StandardNS multiplies: `Y Y^T`, `A^2` and `Z Y` for each step, the first two in those panels."""
-    return steps * (symmetric_flops(n, m, pieces) + symmetric_flops(n, n, pieces) + 2 * n * n * m)
+def standard_flops(n: int, m: int, steps: int, pieces: int = 1, cubic: int = 0) -> int:
+    """What StandardNS multiplies: `Y Y^T` and `Z Y` for each step, `A^2` for each that is not cubic; the
+    symmetric ones in those panels.
+    """
+    rectangular = symmetric_flops(n, m, pieces) + 2 * n * n * m
+    return steps * rectangular + (steps - cubic) * symmetric_flops(n, n, pieces)

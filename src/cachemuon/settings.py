@@ -94,16 +94,17 @@ def check_once(group: dict[str, Any]) -> None:
 
 def check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, saved: Tensor) -> None:
     """Refuse a saved entry that is not this parameter's, or of another version of this library."""
-    if not group["use_muon"]:
-        return
-    pieces = reading_of(group, param).pieces
-    number, sides = len(pieces), [piece.wide[0] for piece in pieces]
-    expected = {
-        "counters": (number, len(COLUMNS)),
-        "residuals": (number, len(RESIDUALS)),
-        "momentum_buffer": tuple(param.shape),
-        **{transform_name(index, number): (n, n) for index, n in enumerate(sides)},
-    }
+    shape = tuple(param.shape)
+    expected: dict[str, tuple[int, ...]] = {"exp_avg": shape, "exp_avg_sq": shape}
+    if group["use_muon"]:
+        pieces = reading_of(group, param).pieces
+        number, sides = len(pieces), [piece.wide[0] for piece in pieces]
+        expected = {
+            "counters": (number, len(COLUMNS)),
+            "residuals": (number, len(RESIDUALS)),
+            "momentum_buffer": shape,
+            **{transform_name(index, number): (n, n) for index, n in enumerate(sides)},
+        }
     if entry in expected and tuple(saved.shape) != expected[entry]:
         raise ValueError(
             f"{name}: {entry} must have shape {expected[entry]}, got {tuple(saved.shape)}: of another "

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from cachemuon import flops
+from cachemuon import CUBIC5, DEEPSEEK_V4, QUINTIC, GramNS, Muon, Schedule, StandardNS, flops
 from cachemuon.flops import GPT2_LARGE, GPT2_SMALL, RESNET18, Executed, Paper, gpt2_shapes, price, total
 
 PFLOPS = 1e15
@@ -159,6 +159,29 @@ def test_executed_solvers_are_what_torch_counts(X, K, restart_after):
     assert cost.standard == standard
 
 
+@pytest.mark.parametrize("n", [48, 640], ids=["full", "by half"])  # from 640 on: `products.panels`
+@pytest.mark.parametrize(
+    "schedule", [QUINTIC, CUBIC5, DEEPSEEK_V4, Schedule([(1.5, -0.5, 0), (2, -1.5, 0.5), (1.5, -0.5, 0)])]
+)
+def test_a_cubic_step_really_saves_its_square(schedule, n):
+    M = torch.randn(n, 3 * n // 2, generator=torch.Generator().manual_seed(0))
+    gram, standard = GramNS(schedule), StandardNS(schedule)
+    cost = flops.executed_by(gram, *M.shape)
+    assert (counted(gram, M)[0], counted(standard, M)[0]) == (cost.gram, cost.standard)
+    assert counted(gram.with_transform, M)[0] == cost.transform
+    squares = Executed(*M.shape, cost.steps, cost.restarts, pieces=cost.pieces)
+    saved = sum(c == 0 for _, _, c in schedule.triples)
+    assert saved == cost.cubic
+    one = 2 * n**3 * (0.625 if n == 640 else 1)
+    assert squares.gram - cost.gram == squares.standard - cost.standard == saved * one
+
+    W = torch.nn.Parameter(M)
+    W.grad = M.flip(0)
+    for solver, expected in ((gram, cost.gram), (standard, cost.standard)):
+        optimizer = Muon([W], solver=solver)
+        assert counted(optimizer.step)[0] == optimizer.cache_stats()["flops"] == expected
+
+
 @pytest.mark.parametrize("k", [1, 8])
 def test_executed_probes_are_what_torch_counts(X, k):
     n, m = X.shape
@@ -267,6 +290,7 @@ def test_orientation_does_not_matter(shape):
         (lambda: Executed(3, 3, restarts=5), "restarts must be .* from 0 to steps - 1, got 5"),
         (lambda: Paper(3, 3, restarts=-1), "restarts must be .* got -1"),
         (lambda: Executed(3, 3, probe="both"), "probe must be 'sketch' or 'exact', got 'both'"),
+        (lambda: Executed(3, 3, cubic=6), "cubic must be an integer from 0 to steps, got 6"),
         (lambda: Executed(3, 3, vectors=0), "vectors must be .* at least 1, got 0"),
         (lambda: Executed(3, 3, probe="exact", vectors=-1), "vectors must be .* at least 0, got -1"),
         (lambda: Paper(3, 3).average(1.5), "p must be a hit rate from 0 to 1, got 1.5"),

@@ -26,6 +26,7 @@ LAYERS = (  # lowest first
     "ownership",
     "distributed",
     "settings",
+    "foreign",
     "host",
     "plan",
     "fresh",
