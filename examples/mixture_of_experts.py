@@ -38,7 +38,7 @@ def main(steps: int = 20) -> dict:
         nn.Linear(toy.WIDTH, toy.VOCABULARY),
     )
     # A router is no hidden layer: its rows compete, and equal steps for all of them are not what it wants.
-    groups = param_groups(model, adam=dict(lr=2e-3), overrides={"*.router.weight": "adam"})
+    groups = param_groups(model, adam=dict(lr=2e-3))
     print(groups)
     optimizer = CacheMuon(groups, lr=0.02)
     losses = []

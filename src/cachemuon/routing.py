@@ -46,7 +46,7 @@ Overrides = Mapping[str, Choice]
 
 _CHOICES = ("adam", "muon")
 _CALLED_EMBEDDING = re.compile(r"embed|posemb|(^|_)(emb|pos|wte|wpe)(_|$)|tokens?$|relative_position|rel_pos")
-_CALLED_WEIGHT = re.compile(r"weight|kernel|expert|(^|_)(w|fc|up|down|proj|lora)(_|\d|$)")
+_CALLED_WEIGHT = re.compile(r"weight|kernel|expert|(^|_)(w|proj|lora)(_|\d|$)")
 _EMBEDDING_CLASS = re.compile(r"(?<!Un)Embed(ding)?s?$")
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _LISTS = (ParametrizationList, nn.ParameterList, nn.ParameterDict)
