@@ -13,7 +13,7 @@ are asked first, names where there is nothing else. `docs/routing.md` shows the 
 | vector | of fewer than two dimensions | Adam, vector |
 | no layer's weight | bare, and not called a weight: latents, scales, `A_log` | Adam, vector |
 | output head | one of `output_heads`, unless `head="muon"` | Adam, head |
-| router | in a module called `router`, or `gate` beside experts | Adam |
+| router | in a module called `*router`, or `gate`, `*_gate` beside experts | Adam |
 | patch embedding | called `patch_embed*`, or a convolution into patches; of pixels | Adam, embedding |
 | depthwise | a convolution with as many groups as inputs or outputs | Adam |
 | thin | of fewer than two rows or columns: the polar factor only normalizes | Adam, vector |
@@ -193,8 +193,8 @@ def _routers(model: nn.Module) -> set[nn.Module]:
     """The modules that choose among experts, and what is in them."""
     found: set[nn.Module] = set()
     for module in model.modules():
-        members = {**module._modules, **module._parameters}
-        experts = any("expert" in name for name in members)
+        names = [type(module).__name__, *module._modules, *module._parameters]
+        experts = any(_EXPERTS.search(name.lower()) for name in names)
         for name, child in module.named_children():
             gate = experts and (name == "gate" or name.endswith("_gate"))
             if gate or name.endswith("router") or "Router" in type(child).__name__:

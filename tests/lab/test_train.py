@@ -441,8 +441,9 @@ def test_stale_with_period_one_is_gram(corpus, tmp_path):
 def test_the_meter_changes_nothing():
     moved = []
     for metered in (False, True):
-        parameter = torch.nn.Parameter(torch.eye(3, 5))
-        optimizer = make_optimizer(OptimizerConfig("paper"), torch.nn.ParameterList([parameter]))
+        model = torch.nn.Linear(5, 3, bias=False)
+        parameter = torch.nn.init.eye_(model.weight)
+        optimizer = make_optimizer(OptimizerConfig("paper"), model)
         step = Meter(optimizer, torch.device("cpu")).step if metered else optimizer.step
         for _ in range(3):
             parameter.grad = torch.ones(3, 5).tril()

@@ -64,13 +64,12 @@ class Recurrent(nn.Module):
         self.decoder = nn.Linear(32, 96)
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     """A block with experts as stacked parameters, as they are written by hand."""
 
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(32, 4, bias=False)
-        self.experts = nn.ModuleDict()
         self.w_in = nn.Parameter(torch.zeros(4, 48, 32))
         self.b_in = nn.Parameter(torch.zeros(4, 48))
         self.w_out = nn.Parameter(torch.zeros(4, 32, 48))
@@ -81,7 +80,7 @@ class MixtureModel(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(96, 32)
         self.latents = nn.Parameter(torch.zeros(6, 32))
-        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+        self.blocks = nn.ModuleList(MoE() for _ in range(2))
         self.out = nn.Linear(32, 96)
 
 

@@ -223,9 +223,9 @@ def test_a_bare_parameter_is_a_weight_only_if_it_is_called_so():
     assert on_muon(Net(**{name: nn.Parameter(torch.zeros(4, 8)) for name in called})) == list(called)
     # Experts are called all kinds of things.
     mixture = type("MoE", (Net,), {})(
-        up=nn.Parameter(torch.zeros(2, 8, 4)), up_b=nn.Parameter(torch.zeros(2, 8))
+        up=nn.Parameter(torch.zeros(2, 8, 4)), up_b=nn.Parameter(torch.zeros(2, 8)), gate=nn.Linear(4, 2)
     )
-    assert on_muon(mixture) == ["up"]
+    assert on_muon(Net(moe=mixture, head=nn.Linear(4, 3))) == ["moe.up"]
 
 
 def test_routers_go_to_adam():
