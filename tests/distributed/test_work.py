@@ -14,6 +14,7 @@ from cachemuon import CacheMuon
 from cachemuon.flops import GPT2_SMALL
 from cachemuon.ownership import owners
 from cachemuon.plan import Plan, cost_of
+from cachemuon.views import reading_of
 
 STEPS = 12
 
@@ -175,14 +176,15 @@ def test_owners_of_gpt2_small_have_equal_work(world):
     life = group["max_age"] + 1
     loads = [[0] * world for _ in range(life)]
     for param, owner in zip(params, found, strict=True):
-        cost, (_, (early,)) = cost_of(group, param), plan.of(param)
+        (piece,), (_, (early,)) = reading_of(group, param).pieces, plan.of(param)
+        cost = cost_of(group, param, piece)
         for step in range(life):
             loads[step][owner] += cost.cold if step == early else cost.hit
     totals = [sum(load[rank] for load in loads) for rank in range(world)]
     assert max(totals) <= 1.25 * sum(totals) / world
     solves = [0] * world
     for param, owner in zip(params, found, strict=True):
-        solves[owner] += cost_of(group, param).cold
+        solves[owner] += cost_of(group, param, *reading_of(group, param).pieces).cold
     assert max(solves) <= 1.25 * sum(solves) / world
     for load in loads:
         assert max(load) <= 1.5 * sum(load) / world
