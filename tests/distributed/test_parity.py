@@ -28,17 +28,17 @@ VARIANTS = {
 }
 
 
-def start(dtype):
+def start(dtype, shapes=ALL):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in ALL]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
-def gradients(step, dtype):
+def gradients(step, dtype, shapes=ALL):
     """They turn slowly, and at every seventh step all at once: hits, and residual misses."""
     kept, new = (torch.Generator().manual_seed(seed) for seed in (100 + step // 7, 1000 + step))
     return [
         torch.randn(shape, generator=kept, dtype=dtype) + 0.1 * torch.randn(shape, generator=new, dtype=dtype)
-        for shape in ALL
+        for shape in shapes
     ]
 
 

@@ -17,6 +17,7 @@ from cachemuon.plan import Plan, cost_of
 from cachemuon.views import reading_of
 
 STEPS = 12
+WHOLE = SHAPES + RESTING
 
 
 def count(rank, world, layout, variant):
@@ -28,7 +29,7 @@ def count(rank, world, layout, variant):
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
         more, put = {}, lambda value: distribute_tensor(value, mesh, [Shard(0)])
-    params = [nn.Parameter(put(value)) for value in start(torch.float32)]
+    params = [nn.Parameter(put(value)) for value in start(torch.float32, WHOLE)]
     groups = [{"params": params}]
     if variant == "cache":
         groups = [
@@ -38,7 +39,7 @@ def count(rank, world, layout, variant):
     optimizer = VARIANTS[variant](groups, **more)
     flops = 0
     for step in range(STEPS):
-        for param, gradient in zip(params, gradients(step, torch.float32), strict=True):
+        for param, gradient in zip(params, gradients(step, torch.float32, WHOLE), strict=True):
             param.grad = put(gradient)
         with FlopCounterMode(display=False) as counter:
             optimizer.step()
