@@ -4,7 +4,7 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.dev-stamp
 
-.PHONY: help demo test lint bench browser format clean
+.PHONY: help demo test lint fuzz bench browser format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -21,6 +21,9 @@ lint: $(STAMP) ## ruff and mypy, changing nothing
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
+
+fuzz: $(STAMP) ## 10,000 random cases in two processes; interrupted, it goes on; CASE=n runs that one alone
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(RUN) -m fuzz $(if $(CASE),--case $(CASE))
 
 bench: $(STAMP) ## time solvers and optimizer steps on this machine, beside other Muons that are installed
 	@$(VENV)/bin/cachemuon bench
