@@ -4,7 +4,7 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.dev-stamp
 
-.PHONY: help demo test lint bench browser docs format clean
+.PHONY: help demo test lint fuzz bench browser docs format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -22,6 +22,9 @@ lint: $(STAMP) ## ruff and mypy, changing nothing
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
 
+fuzz: $(STAMP) ## 10,000 random cases in two processes; interrupted, it goes on; CASE=n runs that one alone
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(RUN) -m fuzz $(if $(CASE),--case $(CASE))
+
 bench: $(STAMP) ## time solvers and optimizer steps on this machine, beside other Muons that are installed
 	@$(VENV)/bin/cachemuon bench
 
@@ -37,7 +40,7 @@ format: $(STAMP) ## let ruff repair what it can
 
 clean: ## remove caches and builds; .venv and runs/ stay
 	@rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Every target that needs the environment makes it. Always through constraints.txt: without a
 # pin, pip may take the newest torch with gigabytes of CUDA. -qq leaves only pip's errors.

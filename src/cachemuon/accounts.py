@@ -226,14 +226,16 @@ class Accounts(Optimizer):
         for number, group in enumerate(self.param_groups):
             reasons = group.get("reasons") or ["as given"] * len(group["params"])
             for (name, param), reason in zip(named_params(group, number), reasons, strict=True):
-                records = known.get(id(param), [])
-                rows.append(self._explained(name, param, reason, records))
+                if not group["use_muon"]:
+                    rows.append(Explained(name, tuple(param.shape), "adam", reason))
+                elif param.numel() == 0:
+                    rows.append(Explained(name, tuple(param.shape), "muon", reason, cache="empty"))
+                else:
+                    rows.append(self._explained(name, param, reason, known[id(param)]))
         return Explanation(tuple(rows))
 
     def _explained(self, name: str, param: Tensor, reason: str, records: list[Record]) -> Explained:
         shape = tuple(param.shape)
-        if not records:
-            return Explained(name, shape, "adam", reason)
         outcomes: Counter[str] = Counter()
         solve = spent = fresh = 0
         for record in records:
@@ -290,7 +292,7 @@ class Accounts(Optimizer):
                     ledgers = self._kept.counters, self._kept.residuals
                     found = zip(ledgers, ("counters", "residuals"), strict=True)
                     rows = zip(*(ledger.rows(state[entry]) for ledger, entry in found), strict=True)
-                elif unseen:
+                elif unseen and param.numel():
                     rows = [(new_counters(), [math.nan] * len(RESIDUALS))] * len(pieces)
                 else:
                     continue

@@ -63,12 +63,11 @@ class MatrixOptimizer(Accounts):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        return {**super().__getstate__(), "told": self._kept.told}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._kept = Kept()
+        super().__setstate__({key: value for key, value in state.items() if key != "told"})
+        self._kept = Kept(told=state.get("told", {}))
 
     @abstractmethod
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
@@ -237,9 +236,12 @@ class MatrixOptimizer(Accounts):
     def _adam_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
         beta1, beta2 = group["betas"]
+        # The fused kernel would walk over the gaps of one that is every second column of a tensor.
+        dense = [param if _without_gaps(param) else param.clone() for param in params]
+        pairs = [(one, param.grad) for one, param in zip(dense, params, strict=True)]
         adam(
-            params,
-            [_laid_out_as(param, param.grad) for param in params if param.grad is not None],
+            dense,
+            [_laid_out_as(one, grad) for one, grad in pairs if grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -255,6 +257,9 @@ class MatrixOptimizer(Accounts):
             eps=group["eps"],
             maximize=False,
         )
+        for param, one in zip(params, dense, strict=True):
+            if one is not param:
+                param.copy_(one)
 
     def state_dict(self) -> StateDict:
         """The state; solvers, which `weights_only=True` would not load, are written as their text."""
@@ -337,6 +342,13 @@ class MatrixOptimizer(Accounts):
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)
         return _laid_out_as(param, loaded).clone()
+
+
+def _without_gaps(tensor: Tensor) -> bool:
+    sides = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    )
+    return all(stride == math.prod(size for _, size in sides[:i]) for i, (stride, _) in enumerate(sides))
 
 
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:

@@ -276,7 +276,9 @@ class CacheMuon(MatrixOptimizer):
         return cost_of(group, param, piece).baseline
 
     def _standing(self, record: Record) -> str:
-        plan = self._kept.plan or Plan(self.param_groups)  # the ranks' common one, if there has been a step
+        plan: Plan | None = self._kept.plan  # the ranks' common one, if there has been a step
+        if plan is None or not plan.fits(self.param_groups):
+            plan = Plan(self.param_groups)
         policy = plan.of(record.param)[0][record.index]
         if policy.guard is not None and policy.guard.always_rests:
             return f"rests: hits alone would save {max(policy.guard.best, 0) / 1000:.0%} of a step"

@@ -363,7 +363,7 @@ class CachedStep:
         candidate = Candidate.gathered([d.candidate for d in batch if d.candidate is not None])
         D = batch[0].policy.cache.apply(U, scale, Q, candidate, workspace, lengths)
         if residual is not None:
-            D.mul_(_cut(D, lengths, residual <= factor(matrices, GAMMA, residual)))
+            _cut(D, lengths, residual <= factor(matrices, GAMMA, residual))
         descend(matrices, D, finite)
         for d in batch:
             d.candidate = d.scale = None
@@ -457,13 +457,15 @@ def _cheapest(x: Matrix) -> Solver:
     return cheaper(solver, *x.shape, solver.precision(x.momentum))
 
 
-def _cut(D: Tensor, lengths: Tensor, good: Tensor) -> Tensor:
+def _cut(D: Tensor, lengths: Tensor, good: Tensor) -> None:
     """A lagged gate has accepted what it had not measured. Where it would have refused, the step D is cut to
     a Frobenius norm of its length, and so to singular values of at most that: the direction's are at most 1.
+    What is not finite, as of a zero matrix with `eps=0`, is no step at all.
     """
     norm = torch.linalg.vector_norm(D, dim=(-2, -1), keepdim=True)
     cut = (lengths.abs() / norm).nan_to_num(0, posinf=0)
-    return torch.where(good.view(-1, 1, 1), 1, cut)
+    share = torch.where(good.view(-1, 1, 1), 1, cut)
+    D.mul_(share).masked_fill_(share == 0, 0)
 
 
 def transform_of(x: Matrix) -> Tensor | None:

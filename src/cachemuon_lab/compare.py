@@ -21,7 +21,7 @@ from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig, with_overr
 from cachemuon_lab.ranks import Ranks
 from cachemuon_lab.recipes import NESTEROV_LR, Recipe, recipe
 from cachemuon_lab.record import CONFIG, Run
-from cachemuon_lab.train import Progress, train
+from cachemuon_lab.train import Progress, alone, train
 
 KINDS: tuple[str, ...] = get_args(get_type_hints(OptimizerConfig)["kind"])
 
@@ -142,9 +142,11 @@ def compare(
 
 def _remove(folders: list[Path]) -> None:
     ranks = Ranks.current()
-    for folder in folders if ranks.main else ():
-        if (folder / CONFIG).exists():
-            shutil.rmtree(folder)
+    for folder in folders:
+        if ranks.gather((folder / CONFIG).exists())[0]:
+            with alone(folder, ranks):
+                if ranks.main:
+                    shutil.rmtree(folder)
     ranks.barrier()
 
 

@@ -1,6 +1,6 @@
 """A run is a folder: its configuration, its environment, a record of JSON lines, checkpoints.
 
-    config.json, environment.json, record.jsonl, checkpoints/latest.pt
+    config.json, environment.json, record.jsonl, checkpoints/latest.pt, lock
 
 Lines of the record have a `kind`. "step": loss, lr, tokens (or images) so far, the seconds of the step, of
 its optimizer and of its orthogonalization, hits and misses of this step, and FLOPs so far, as executed and
@@ -14,7 +14,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +27,12 @@ import torch
 import cachemuon
 from cachemuon_lab.config import RunConfig
 
-CONFIG, ENVIRONMENT, RECORD = "config.json", "environment.json", "record.jsonl"
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+CONFIG, ENVIRONMENT, RECORD, LOCK = "config.json", "environment.json", "record.jsonl", "lock"
 CHECKPOINT = Path("checkpoints", "latest.pt")
 KINDS = {
     "step": ("loss", "hits", "misses", "flops", "flops_paper"),
@@ -175,6 +182,39 @@ class Record:
         except OSError:  # what a full disk did not take; the error that ends the run has said so
             if error is None:
                 raise
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Within it this process alone writes into the folder; it is an error if another one does.
+
+    The system keeps the lock as long as the file is open, and lets it go with the process, by kill -9 too.
+    Where a file system has no locks a warning says so, and nothing keeps a second process out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            _lock(file.fileno())
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            who = file.read(100).strip() or "another process"
+            raise ValueError(f"{folder} is in use by {who}: wait for its end, or write elsewhere") from None
+        except OSError as error:
+            warnings.warn(
+                f"{folder} cannot be locked, let no other process write there: {error}", stacklevel=3
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
+
+
+def _lock(handle: int) -> None:
+    if sys.platform == "win32":
+        os.lseek(handle, 2**30, os.SEEK_SET)  # beyond the text, which others may read
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_atomically(path: Path, text: str) -> None:

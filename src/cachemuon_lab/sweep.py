@@ -29,7 +29,7 @@ from cachemuon_lab.config import OptimizerConfig, RunConfig, differences, with_o
 from cachemuon_lab.ranks import Ranks
 from cachemuon_lab.recipes import SEARCH_GRID, Recipe
 from cachemuon_lab.record import CHECKPOINT, Run
-from cachemuon_lab.train import Interrupted, Progress, train
+from cachemuon_lab.train import Interrupted, Progress, alone, train
 
 DATABASE = "sweep.db"
 STARTUP_TRIALS = 4
@@ -111,7 +111,10 @@ def sweep(
     with_overrides(base, _overrides({key: values[0] for key, values in grid.items()}))  # are all keys known?
     points = math.prod(len(values) for values in grid.values())
     out, ranks = Path(out), Ranks.current()
-    with _Ledger.open(out, base, grid, prune) if ranks.main else nullcontext() as ledger:
+    with (
+        alone(out, ranks),
+        _Ledger.open(out, base, grid, prune) if ranks.main else nullcontext() as ledger,
+    ):
         for _ in count() if trials is None else range(trials):
             settings = ranks.gather(ledger.take() if ledger is not None else None)[0]
             if settings is None:

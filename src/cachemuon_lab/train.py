@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from cachemuon_lab.diagnostics import make_observer
 from cachemuon_lab.models import GPT2Config, Model, build
 from cachemuon_lab.optimizers import Meter, StaleMuon, make_optimizer
 from cachemuon_lab.ranks import Ranks, load_optimizer, whole_model
-from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Record, Run, describe_environment
+from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Record, Run, describe_environment, held
 from cachemuon_lab.tensorboard import TensorBoard
 
 Progress = Callable[[dict[str, Any]], None]
@@ -105,11 +105,39 @@ def train(
     micros = ranks.share(config.accumulation * config.replicas)
     if (finished := _finished(folder, config, resume, overwrite)) is not None:
         return finished
-    ranks.barrier()  # rank 0 may write only when all have looked
     torch.manual_seed(config.seed)
     data = open_data(config)
     model = build(config.model).to(device)
-    saved = _saved(folder) if resume else None
+    wishes: dict[str, Any] = {
+        "on_progress": on_progress,
+        "stop": stop,
+        "timing": timing,
+        "tensorboard": tensorboard,
+    }
+    with alone(folder, ranks):
+        # The process that had the folder until now may have done all.
+        if (finished := _finished(folder, config, resume, overwrite)) is not None:
+            return finished
+        ranks.barrier()  # rank 0 may write only when all have looked
+        saved = _saved(folder) if resume else None
+        return _trained(config, folder, data, model, device, ranks, saved, micros, **wishes)
+
+
+def _trained(
+    config: RunConfig,
+    folder: Path,
+    data: Batches,
+    model: Model,
+    device: torch.device,
+    ranks: Ranks,
+    saved: dict[str, Any] | None,
+    micros: int,
+    *,
+    on_progress: Progress | None,
+    stop: Callable[[], bool] | None,
+    timing: bool,
+    tensorboard: bool,
+) -> Run:
     if saved is not None:
         _load_model(folder, model, saved)
     ranks.shard(model)
@@ -120,7 +148,7 @@ def train(
         torch.manual_seed(config.seed + ranks.rank)  # for a dropout of its own
     standing = Standing() if saved is None else _restored(saved, optimizer, device, ranks)
     if ranks.sharded and config.diagnostics != "off":
-        raise ValueError(f"strategy must be 'ddp' for diagnostics of whole matrices, got {strategy!r}")
+        raise ValueError(f"strategy must be 'ddp' for diagnostics of whole matrices, got {ranks.strategy!r}")
     observer = make_observer(config, optimizer) if ranks.main else None
     meter = Meter(optimizer, device, synchronize=timing)
     autocast = _autocast(config, device)
@@ -236,6 +264,22 @@ def validate(
     model.train(was_training)
     accuracy = (correct / examples).item()
     return {"loss": (loss / examples).item(), "accuracy": None if math.isnan(accuracy) else accuracy}
+
+
+@contextmanager
+def alone(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Within it nobody else writes into the folder: rank 0 holds it, and all ranks hear if it cannot."""
+    with ExitStack() as stack:
+        refusal: Exception | None = None
+        try:
+            if ranks.main:
+                stack.enter_context(held(folder))
+        except (ValueError, OSError) as error:
+            refusal = error
+        refusal = ranks.gather(refusal)[0]
+        if refusal is not None:
+            raise refusal
+        yield
 
 
 def _finished(folder: Path, config: RunConfig, resume: bool, overwrite: bool) -> Run | None:

@@ -605,6 +605,8 @@ def test_an_empty_parameter_is_left_out():
         optimizer = make([("empty", empty), ("w", w)])
         run(optimizer, [empty, w], range(2))
         assert optimizer.cache_stats()["matrices"].keys() == {"w"}
+        told = {row.name: (row.to, row.cache) for row in optimizer.explain().rows}
+        assert told["empty"] == ("muon", "empty") and told["w"][0] == "muon"
 
 
 @pytest.mark.parametrize("bytes_", [1, 3 * solve_bytes(12, 20)])

@@ -125,6 +125,7 @@ def test_a_group_added_in_mid_run(make):
     optimizer.add_param_group({"params": [params[2]], "use_muon": False})
     ageless(optimizer)
     assert added == {"params": [params[1]], "lr": 0.3}
+    assert [row.to for row in optimizer.explain().rows] == ["muon", "muon", "adam"]  # before a step too
     run(optimizer, params, range(3, 7))
     assert [m["calls"] for m in optimizer.cache_stats()["matrices"].values()] == [7, 4]
 
@@ -486,6 +487,22 @@ def test_adam_with_a_gradient_of_another_memory_layout(make, fused):
         optimizer.step()
         reference.step()
     torch.testing.assert_close(w.detach(), twin.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@both_optimizers
+def test_adam_with_a_parameter_that_is_part_of_a_tensor(make, fused):
+    # The fused kernel walks over memory: it would step what lies between, and leave out the rest.
+    whole = torch.ones(4, 12)
+    w, twin = nn.Parameter(whole[:, ::2]), nn.Parameter(torch.ones(4, 6))
+    optimizer = make([{"params": [w], "use_muon": False, "lr": 0.1, "fused": fused}])
+    reference = torch.optim.AdamW([twin], lr=0.1, weight_decay=1e-4)
+    for step in range(4):
+        w.grad, twin.grad = gradient(w.shape, 0, step), gradient(w.shape, 0, step)
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(w.detach(), twin.detach(), rtol=0, atol=1e-6)
+    assert (whole[:, 1::2] == 1).all()
 
 
 @both_optimizers

@@ -102,6 +102,18 @@ def test_copied_and_pickled_pairs_go_on_bit_for_bit(make):
         assert_same(optimizer, copied)
 
 
+@both_optimizers
+def test_a_copy_tells_what_is_new_since_the_originals_last_metrics(make):
+    params = [parameter((12, 20))]
+    optimizer = make(params)
+    run(optimizer, params, range(3))
+    assert optimizer.metrics("")["calls"] == 3
+    run(optimizer, params, range(3, 5))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), optimizer):
+        assert other.metrics("")["calls"] == 2
+        assert other.metrics("")["calls"] == 0
+
+
 @every_variant
 def test_every_entry_but_momentum_keeps_its_dtype(make):
     # Torch casts what it loads to the parameter's dtype; in bf16 a counter of 1001 becomes 1000.

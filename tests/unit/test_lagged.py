@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -129,6 +130,19 @@ def test_no_cut_is_longer_than_one_whatever_the_estimate_was():
             if last.hit and last.residual > 1.5:
                 cuts.append(torch.linalg.matrix_norm(W.detach() - start, 2).item())
     assert len(cuts) > 50 and max(cuts) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.25])
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_a_zero_matrix_without_eps_stays_where_it_is(clip, value):
+    # Its scale is 1e38, and with the transform of a zero matrix, 800 I, infinite.
+    W = torch.nn.Parameter(torch.ones(16, 24))
+    optimizer = lagged([W], eps=0.0, clip=clip, weight_decay=0.0)
+    with warnings.catch_warnings(action="ignore"):  # the NaN's
+        for grad in (0.0, value, 0.0):
+            W.grad = torch.full_like(W, grad)
+            optimizer.step()
+    assert (W == 1).all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
