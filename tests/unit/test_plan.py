@@ -30,7 +30,7 @@ def test_a_model_of_twelve_blocks_has_even_steps(max_age):
     plan = Plan(CacheMuon(params, guard=False, max_age=max_age).param_groups)
     flops = [0] * steps
     for param in params:
-        policy, (early,) = plan.of(param)
+        (policy,), (early,) = plan.of(param)
         flops[early] += policy.cold
     assert max(flops) <= 1.15 * sum(flops) / steps
     # Those of one shape are due together: a step solves one or two shapes, not all four.
@@ -98,7 +98,7 @@ def test_prices_know_precision_and_room_knows_bytes():
     dtypes = (torch.float32, torch.float64)
     params = [torch.nn.Parameter(torch.zeros(256, 512, dtype=dtype)) for dtype in dtypes]
     plan = Plan(CacheMuon(params).param_groups)
-    single, double = (plan.of(param)[0] for param in params)
+    single, double = (plan.of(param)[0][0] for param in params)
     assert single.guard.gains != double.guard.gains  # float64 has no restart
     for room in ("left", "hit_room", "solve_room"):
         assert getattr(double, room) == 2 * getattr(single, room)
@@ -108,6 +108,6 @@ def test_on_a_device_where_calls_are_dear_a_cache_rests_that_pays_on_a_cpu():
     # Few matrices: five microseconds for each launch are more than their products. Many share them.
     def rests(device, number):
         params = [torch.nn.Parameter(torch.empty(256, 512, device=device)) for _ in range(number)]
-        return Plan(CacheMuon(params).param_groups).of(params[0])[0].always_rests
+        return Plan(CacheMuon(params).param_groups).of(params[0])[0][0].always_rests
 
     assert [rests("cpu", 1), rests("meta", 1), rests("meta", 1000)] == [False, True, False]
