@@ -499,4 +499,4 @@ def _keep(transforms: list[Tensor], Q: Tensor, finite: Tensor | None) -> None:
         torch._foreach_copy_(transforms, list(Q.unbind(0)))
         return
     for old, new, ok in zip(transforms, Q.unbind(0), finite.unbind(0), strict=True):
-        torch.where(ok, new, old, out=old)
+        torch.where(ok, new.to(old.dtype), old, out=old)

@@ -108,22 +108,6 @@ def spread(weights: list[int], places: int) -> list[int]:
     return found
 
 
-def admitted(offers: list[tuple[float, int, int]], budget: int) -> list[int]:
-    """How many of each kind are cached within a budget of bytes: where a byte saves most come first.
-
-    An offer is what each byte of a kind saves, the bytes that each of its transforms takes, and their number.
-
-    >>> admitted([(1.0, 4, 3), (5.0, 10, 2), (2.0, 1, 9)], budget=16)
-    [0, 1, 6]
-    """
-    found = [0] * len(offers)
-    for place in sorted(range(len(offers)), key=lambda place: -offers[place][0]):
-        _, size, number = offers[place]
-        found[place] = min(number, budget // size)
-        budget -= found[place] * size
-    return found
-
-
 class Plan:
     """The policy of every matrix; and by how many steps the first life of each matrix is shorter.
 
@@ -178,23 +162,25 @@ class Plan:
                 early[i] = step
 
     def _admit(self, kinds: list[list[Member]]) -> Iterator[tuple[list[Member], Policy]]:
-        """The matrices of each kind with their policy: those that are cached, and those without room."""
+        """The matrices of each kind with their policy: where a byte saves most come first, as many as there
+        is room for, unless so few of a kind would not pay; the others rest.
+        """
         policies = [Policy.of(*alike[0][:3], len(alike)) for alike in kinds]
         if self._budget is None:
             yield from zip(kinds, policies, strict=True)
             return
-        offers = [
-            (policy.worth, policy.kept, 0 if policy.always_rests else len(alike))
-            for alike, policy in zip(kinds, policies, strict=True)
-        ]
-        for alike, policy, number in zip(kinds, policies, admitted(offers, self._budget), strict=True):
+        left = self._budget
+        for alike, policy in sorted(zip(kinds, policies, strict=True), key=lambda pair: -pair[1].worth):
             if policy.always_rests:
                 yield alike, policy
                 continue
-            if cached := alike[:number]:
-                yield cached, Policy.of(*alike[0][:3], number)
-            if number < len(alike):
-                yield alike[number:], replace(policy, fits=False)
+            number = min(len(alike), left // policy.kept)
+            if number and not (cached := Policy.of(*alike[0][:3], number)).always_rests:
+                yield alike[:number], cached
+                left -= number * policy.kept
+                alike = alike[number:]
+            if alike:
+                yield alike, replace(policy, fits=False)
 
     def digest(self, params: Iterable[Tensor]) -> int:
         """A number that tells plans for these parameters apart."""

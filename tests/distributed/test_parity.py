@@ -22,6 +22,12 @@ VARIANTS = {
     "muon": lambda groups, **more: Muon(groups, lr=0.05, **more),
     "cache": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, **more),
     "lagged": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, gate="lagged", **more),
+    "float16": lambda groups, **more: CacheMuon(
+        groups, lr=0.05, max_age=4, gamma=1.1, cache_dtype=torch.float16, **more
+    ),
+    "budget": lambda groups, **more: CacheMuon(
+        groups, lr=0.05, max_age=4, gamma=1.1, max_cache_bytes=20_000, **more
+    ),
     "paper": lambda groups, **more: CacheMuon.paper(groups, lr=0.05, gamma=1.0, **more),
 }
 
@@ -43,7 +49,7 @@ def gradients(step, dtype):
 def trained(variant, dtype, put, **more):
     params = [nn.Parameter(put(value)) for value in start(dtype)]
     groups = [{"params": params}]
-    if variant in ("cache", "lagged"):
+    if variant not in ("muon", "paper"):
         groups = [
             {"params": params[: len(SHAPES)], "guard": False},
             {"params": params[len(SHAPES) :], "guard": True},
@@ -120,6 +126,8 @@ def test_ranks_train_as_one_does(ranks, alone, layout, world, variant, dtype):
     answers = ranks(train_on_a_rank, world, layout, variant, dtype)
     expected = alone(variant, dtype)
     limit = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    if (layout, variant) == ("ddp", "float16"):
+        limit = 1e-4  # what copies are sent is rounded at once, and a fresh direction of one rank is not: 6e-6
     for answer in answers:
         for param, wanted in zip(answer["params"], expected["params"], strict=True):
             assert float((param - wanted).norm() / wanted.norm()) <= limit

@@ -13,7 +13,7 @@ from cachemuon.stats import OUTCOMES
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/optimizers.md", "docs/distributed.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/optimizers.md", "docs/distributed.md", "docs/memory.md"])
 def test_snippets_run_one_after_the_other(page, capsys):
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert snippets
@@ -39,7 +39,7 @@ def test_the_table_of_defaults():
         ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
         ("gamma", "probe", "vectors", "max_age", "clip", "max_norm"),
     )
-    for name in (*muon, *cached, "gate", "guard", "max_workspace_bytes"):
+    for name in (*muon, *cached, "gate", "guard", "cache_dtype", "max_cache_bytes", "max_workspace_bytes"):
         assert eval(table[name]) == parameters[name].default
     for name in ("seed", "view"):
         assert name in table
