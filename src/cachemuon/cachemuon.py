@@ -174,7 +174,7 @@ class CacheMuon(MatrixOptimizer):
         decisions = self._decisions(wholes)
         of = {id(d.matrix): d for d in decisions}
         for d in decisions:
-            if d.resting and d.age == NO_AGE:  # at its first such step a transform is still counted with
+            if d.resting and d.age == NO_AGE:  # not at the first such step: a bad gradient may undo it
                 drop_transform(d.matrix)
         for s in shared:
             s.matrix.copied = s.home.copied and not of[id(s.matrix)].resting
