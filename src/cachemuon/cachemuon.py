@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -30,8 +31,8 @@ from .matrices import Matrix, agreed
 from .ownership import Work
 from .plan import Plan, cache_of, cost_of
 from .polar import GramNS
-from .settings import shorthand
-from .stats import AGE, NO_AGE, WAIT
+from .settings import check_kept, shorthand
+from .stats import AGE, NO_AGE, WAIT, transform_name
 from .views import Piece, reading_of
 
 
@@ -57,6 +58,9 @@ class CacheMuon(MatrixOptimizer):
     `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`), and for
     good where the matrix is small.
 
+    `cache_dtype=torch.float16` keeps transforms in half the bytes, and `max_cache_bytes` limits those of all
+    of them together: they go where a byte saves most, and the other matrices rest (docs/memory.md).
+
     `process_group` are the ranks that have copies of plain parameters, as under DistributedDataParallel
     (`param_groups` finds it); what is sharded (FSDP2, tensor parallel) is known by itself. Each matrix has an
     owner among the ranks, which solves for it and decides. Where all have copies they apply its transforms
@@ -74,7 +78,7 @@ class CacheMuon(MatrixOptimizer):
     (3, 2, 1)
     """
 
-    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "clip", "max_norm", "seed", "gate")
+    RECIPE = (*MatrixOptimizer.RECIPE, "probe", "vectors", "clip", "max_norm", "seed", "gate", "cache_dtype")
 
     def __init__(
         self,
@@ -97,6 +101,8 @@ class CacheMuon(MatrixOptimizer):
         seed: int = 0,
         gate: str = "sync",
         guard: bool = True,
+        cache_dtype: torch.dtype | None = None,
+        max_cache_bytes: int | None = None,
         solver: GramNS | None = None,
         max_workspace_bytes: int | None = None,
         process_group: Any = None,
@@ -123,6 +129,8 @@ class CacheMuon(MatrixOptimizer):
             seed=seed,
             gate=gate,
             guard=guard,
+            cache_dtype=cache_dtype,
+            max_cache_bytes=max_cache_bytes,
             max_workspace_bytes=max_workspace_bytes,
             exchange=exchange,
         )
@@ -135,6 +143,7 @@ class CacheMuon(MatrixOptimizer):
         `weight_decay` of 1e-4, an `adjust_lr_fn` of "none". A `gamma` of 0 makes it GramMuon.
         """
         added = {"probe", "vectors", "max_age", "clip", "max_norm", "seed", "gate", "guard"}
+        added |= {"cache_dtype", "max_cache_bytes"}
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
         settings = {"weight_decay": 1e-4, "nesterov": False, "adjust_lr_fn": "none", **settings}
@@ -155,6 +164,7 @@ class CacheMuon(MatrixOptimizer):
             allowed = ", ".join(map(repr, EXCHANGES))
             raise ValueError(f"exchange must be one of {allowed}, got {group['exchange']!r}")
         cache_of(group)
+        check_kept(group)
 
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle()
@@ -163,6 +173,9 @@ class CacheMuon(MatrixOptimizer):
         wholes = [*matrices, *(s.matrix for s in shared)]
         decisions = self._decisions(wholes)
         of = {id(d.matrix): d for d in decisions}
+        for d in decisions:
+            if d.resting and d.age == NO_AGE:  # not at the first such step: a bad gradient may undo it
+                drop_transform(d.matrix)
         for s in shared:
             s.matrix.copied = s.home.copied and not of[id(s.matrix)].resting
         copies = [s.matrix for s in shared if s.matrix.copied]
@@ -241,6 +254,7 @@ class CacheMuon(MatrixOptimizer):
                 if not party.same(plan.digest(param for _, param in members))
             ]
             plan = self._kept.plan = Plan(self.param_groups, differing) if differing else plan
+            self._free(plan)
             if not plan.pays:
                 self._warn_once(
                     "no cache can pay here: all matrices are too small, or too few of a shape, and rest. "
@@ -248,6 +262,18 @@ class CacheMuon(MatrixOptimizer):
                     "each. This is said once."
                 )
         return plan
+
+    def _free(self, plan: Plan) -> None:
+        """Give up the transforms for which a new plan has no use."""
+        self._settle()
+        edits = Edits(self._kept.counters)
+        for param in (p for group in self.param_groups if group["use_muon"] for p in group["params"]):
+            state = self.state.get(param, {})
+            for index, policy in enumerate(plan.of(param)[0] if "counters" in state else ()):
+                if policy.always_rests:
+                    state.pop(transform_name(index, len(state["counters"])), None)
+                    edits.rows(state["counters"])[index][AGE] = NO_AGE
+        edits.post()
 
     def _send(self, unread: list[Unread]) -> None:
         """Send to the host what a step has left on the device: the next one will know it."""
@@ -280,6 +306,8 @@ class CacheMuon(MatrixOptimizer):
         if plan is None or not plan.fits(self.param_groups):
             plan = Plan(self.param_groups)
         policy = plan.of(record.param)[0][record.index]
+        if not policy.fits:
+            return "rests: no room within max_cache_bytes"
         if policy.guard is not None and policy.guard.always_rests:
             return f"rests: hits alone would save {max(policy.guard.best, 0) / 1000:.0%} of a step"
         if wait := record.counters[WAIT]:

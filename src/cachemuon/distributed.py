@@ -166,7 +166,7 @@ class Party:
         own = [made[id(x)] for x in matrices if x.owned]
         leaving = [0 if rank == self.rank else sizes[self.rank] for rank in range(self.size)]
         coming = [0 if rank == self.rank else sizes[rank] for rank in range(self.size)]
-        outgoing = [first.momentum.new_empty(0, dtype=first.precision), *own * len(others)]
+        outgoing = [first.momentum.new_empty(0, dtype=first.cached_in), *own * len(others)]
         received = self.exchange("transforms", outgoing, (leaving, coming)).wait()
         of_others = [x for rank in others for x in matrices if x.owner == rank]
         parts = received.split([x.shape[0] ** 2 for x in of_others])

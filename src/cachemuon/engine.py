@@ -71,11 +71,10 @@ class Decision:
 
     def __post_init__(self) -> None:
         self.before = counters = self.counters
-        guard = self.policy.guard
         limit = self.matrix.group["max_age"]
         self.age = NO_AGE if counters[AGE] == NO_AGE else counters[AGE] + 1
         self.life = None if limit is None else max(limit - counters[EARLY], 0)
-        self.resting = guard is not None and guard.resting(counters[WAIT])
+        self.resting = self.policy.resting(counters[WAIT])
         self.probed = not self.resting and probed(self.age, self.life)
 
     @property
@@ -279,18 +278,20 @@ class CachedStep:
 
         All ranks do so with the same calls, so that their copies of a parameter stay equal to the last bit.
         """
-        for bucket in batches(decisions, _precision, _transform_bytes, max(ceiling // 4, 1)):
+        for bucket in batches(decisions, _cached_in, _transform_bytes, max(ceiling // 4, 1)):
             party: Party = bucket[0].matrix.party
             made: dict[int, Tensor] = {}
             for batch in self._batches((d for d in bucket if d.matrix.owned), _kind, _room, ceiling):
                 X = rescale(self._again(batch, _masked(batch)), _scale(batch))
                 Q = batch[0].policy.cache.fresh.transform(X, self.kept.workspace)
-                made |= {id(d.matrix): one for d, one in zip(batch, Q.clone().unbind(0), strict=True)}
+                Q = Q.to(batch[0].matrix.cached_in, copy=True)  # rounded here, so that it is the same for all
+                made |= {id(d.matrix): one for d, one in zip(batch, Q.unbind(0), strict=True)}
             matrices = [d.matrix for d in bucket]
             transforms = dict(zip(map(id, matrices), party.spread(matrices, made), strict=True))
             for batch in self._batches(bucket, _kind, _room, ceiling):
                 finite = _masked(batch)
-                U, Q = self._again(batch, finite), stack([transforms[id(d.matrix)] for d in batch])
+                Q = _stacked(batch, [transforms[id(d.matrix)] for d in batch])
+                U = self._again(batch, finite)
                 residual = self._renewed(batch, U, Q, finite)
                 known = torch.ones_like(residual, dtype=torch.bool) if finite is None else finite
                 self._leave(batch, known, party.total(residual))
@@ -335,7 +336,7 @@ class CachedStep:
 
     def _measure(self, batch: list[Decision], U: Tensor, scale: Tensor) -> Tensor:
         """Their residuals under the cached transforms. What hits can use of that is left in the decisions."""
-        Q = stack([_transform(d.matrix) for d in batch])
+        Q = _stacked(batch, [_transform(d.matrix) for d in batch])
         cache = batch[0].policy.cache
         residual, candidate = cache.measure(U, scale, Q, self._block(batch), self.kept.workspace)
         for place, d in enumerate(batch):
@@ -359,7 +360,7 @@ class CachedStep:
         """
         matrices, workspace = [d.matrix for d in batch], self.kept.workspace
         lengths = step_lengths(matrices, scale, finite)
-        Q = stack([_transform(x) for x in matrices])
+        Q = _stacked(batch, [_transform(x) for x in matrices])
         candidate = Candidate.gathered([d.candidate for d in batch if d.candidate is not None])
         D = batch[0].policy.cache.apply(U, scale, Q, candidate, workspace, lengths)
         if residual is not None:
@@ -416,7 +417,7 @@ def _hit_room(d: Decision) -> int:
 
 
 def _transform_bytes(d: Decision) -> int:
-    return 2 * d.matrix.shape[0] ** 2 * d.matrix.precision.itemsize
+    return 2 * d.matrix.shape[0] ** 2 * d.matrix.cached_in.itemsize
 
 
 def _scale(batch: list[Decision]) -> Tensor:
@@ -430,8 +431,8 @@ def _masked(batch: list[Decision]) -> Tensor | None:
     return agreed([d.matrix for d in batch])
 
 
-def _precision(d: Decision) -> Hashable:
-    return d.matrix.precision, d.matrix.momentum.device
+def _cached_in(d: Decision) -> Hashable:
+    return d.matrix.cached_in, d.matrix.momentum.device
 
 
 def _room(d: Decision) -> int:
@@ -474,16 +475,24 @@ def transform_of(x: Matrix) -> Tensor | None:
 
 
 def drop_transform(x: Matrix) -> None:
-    """Forget a transform that another rank works with."""
+    """Forget a transform that this rank does not work with."""
     x.state.pop(transform_name(x.index, len(x.state["counters"])), None)
 
 
 def _transform(x: Matrix) -> Tensor:
-    """The same, made on first use."""
-    if (transform := transform_of(x)) is None:
-        n, name = x.shape[0], transform_name(x.index, len(x.state["counters"]))
-        transform = x.state[name] = x.momentum.new_zeros((n, n), dtype=x.precision)
+    """The same, made on first use, in the dtype that the group asks for now."""
+    transform, name = transform_of(x), transform_name(x.index, len(x.state["counters"]))
+    if transform is None:
+        n = x.shape[0]
+        transform = x.state[name] = x.momentum.new_zeros((n, n), dtype=x.cached_in)
+    elif transform.dtype != x.cached_in:
+        transform = x.state[name] = transform.to(x.cached_in)
     return transform
+
+
+def _stacked(batch: list[Decision], transforms: list[Tensor]) -> Tensor:
+    """The transforms of a batch in the precision that they are worked with."""
+    return stack(transforms).to(batch[0].matrix.precision)
 
 
 def _keep(transforms: list[Tensor], Q: Tensor, finite: Tensor | None) -> None:
@@ -492,4 +501,4 @@ def _keep(transforms: list[Tensor], Q: Tensor, finite: Tensor | None) -> None:
         torch._foreach_copy_(transforms, list(Q.unbind(0)))
         return
     for old, new, ok in zip(transforms, Q.unbind(0), finite.unbind(0), strict=True):
-        torch.where(ok, new, old, out=old)
+        torch.where(ok, new.to(old.dtype), old, out=old)

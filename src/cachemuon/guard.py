@@ -60,6 +60,7 @@ class Guard:
 
     gains: dict[str, int]
     best: int  # the mean gain of a step if every probe hits
+    saved: float  # the time of that, in FLOPs of large products that take as long
 
     LEAST = 100
     DEBT = 1000
@@ -97,10 +98,11 @@ class Guard:
         gains = {outcome: round(1000 * (1 - taken / solve)) for outcome, taken in durations.items()}
         if lagged:  # a refusal is of a hit that should not have been one, and gives back what that earned
             gains["residual"] = gains["cold"] - gains["hit"]
-        best = gains["hit"]
+        best, mean = gains["hit"], durations["hit"]
         if max_age is not None:
             best = (max_age * best + gains["cold"]) // (max_age + 1)
-        return cls({**gains, "stale": gains["cold"]}, best)
+            mean = (max_age * mean + durations["cold"]) / (max_age + 1)
+        return cls({**gains, "stale": gains["cold"]}, best, solve - mean)
 
     @property
     def always_rests(self) -> bool:

@@ -78,8 +78,18 @@ class Matrix:
 
     @property
     def precision(self) -> torch.dtype:
-        """The dtype of its transform and residual."""
+        """The dtype that it is worked on in, and that of its residual."""
         return computed_in(self.momentum.dtype)
+
+    @property
+    def cached_in(self) -> torch.dtype:
+        """The dtype that its transform is kept in, and sent."""
+        return cached_in(self.group, self.momentum.dtype)
+
+
+def cached_in(group: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """The dtype that transforms of a group's parameters of that dtype are kept in."""
+    return group["cache_dtype"] or computed_in(dtype)
 
 
 def matrices_of(

@@ -5,8 +5,8 @@ A plan is a pure function of the parameter groups: of shapes and settings, never
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +16,7 @@ from .cache import CacheGNS
 from .distributed import ranks_of
 from .flops import Executed, executed_by
 from .guard import Guard
+from .matrices import cached_in
 from .polar import computed_in
 from .views import Piece, reading_of
 from .workspace import hit_bytes, solve_bytes
@@ -33,6 +34,8 @@ SETTINGS = (
     "split",
     "transposed",
     "process_group",
+    "cache_dtype",
+    "max_cache_bytes",
 )
 """The settings of a group that a plan depends on."""
 
@@ -54,30 +57,42 @@ class Policy:
     """What the matrices of one kind in one group have in common."""
 
     cache: CacheGNS
-    guard: Guard | None  # None: the cache never rests
+    guard: Guard | None  # None: the cache never rests for what it costs
     cold: int  # FLOPs of a refresh
+    kept: int  # bytes of a transform
+    worth: float  # what a transform saves at most, as `Guard.saved`, for each of its bytes
     hit_room: int  # bytes, for each of a batch
     solve_room: int
     left: int  # bytes that a probe leaves until the gate has decided
+    fits: bool = True  # there is room for its transform within `max_cache_bytes`
 
     @classmethod
     def of(cls, group: dict[str, Any], param: Tensor, piece: Piece, batch: int) -> Policy:
         """For a matrix of a parameter, of whose kind there are `batch`."""
         n, m = piece.wide
         cache, cost, size = cache_of(group), cost_of(group, param, piece), computed_in(param.dtype).itemsize
-        hit_room = hit_bytes(n, m, cache.columns(n), size)
-        guard = None
-        if group["guard"]:
-            lagged = group["gate"] == "lagged"
-            limits = {"max_age": group["max_age"], "batch": batch, "lagged": lagged}
-            guard = Guard.of(cost, device=param.device.type, **limits)
-        left = 0 if group["gate"] == "lagged" else n * m if cache.probe == "exact" else 2 * n * cost.rank
-        return cls(cache, guard, cost.cold, hit_room, solve_bytes(n, m, size), left * size)
+        lagged, kept_in = group["gate"] == "lagged", cached_in(group, param.dtype)
+        kept, hit_room = n * n * kept_in.itemsize, hit_bytes(n, m, cache.columns(n), size)
+        if kept_in.itemsize < size:
+            hit_room += kept  # a stack of them, before it is in the precision of the products
+        limits = {"max_age": group["max_age"], "batch": batch, "lagged": lagged}
+        guard = Guard.of(cost, device=param.device.type, **limits)
+        left = 0 if lagged else n * m if cache.probe == "exact" else 2 * n * cost.rank
+        room = hit_room, solve_bytes(n, m, size), left * size
+        return cls(cache, guard if group["guard"] else None, cost.cold, kept, guard.saved / kept, *room)
 
     @property
     def always_rests(self) -> bool:
         """Whether its cache is never used."""
-        return self.guard is not None and self.guard.always_rests
+        return self.resting(wait=0)
+
+    def resting(self, wait: int) -> bool:
+        """Whether its cache is set aside: there is no room for it, or the guard has done so."""
+        return not self.fits or (self.guard is not None and self.guard.resting(wait))
+
+
+Member = tuple[dict[str, Any], Tensor, Piece, int]
+"""A matrix: its group, its parameter, and its part of that, with the index."""
 
 
 def spread(weights: list[int], places: int) -> list[int]:
@@ -96,6 +111,9 @@ def spread(weights: list[int], places: int) -> list[int]:
 class Plan:
     """The policy of every matrix; and by how many steps the first life of each matrix is shorter.
 
+    `max_cache_bytes` is for the transforms of all matrices together; where groups differ in it, the smallest
+    counts. What finds no room rests.
+
     Transforms that were all made at the first step would all be due at one step. So first lives have all
     lengths, and each step gets about the same FLOPs of refreshes from then on; those of one shape together,
     as far as that goes, since they are solved as one batch.
@@ -106,6 +124,8 @@ class Plan:
 
     def __init__(self, groups: list[dict[str, Any]], apart: Collection[tuple[int, ...]] = ()) -> None:
         self.key = _key(groups)
+        limits = [group["max_cache_bytes"] for group in groups if group["use_muon"]]
+        self._budget = min((limit for limit in limits if limit is not None), default=None)
         self._places: dict[int, tuple[list[Policy], list[int]]] = {}
         members = [
             (group, param)
@@ -118,7 +138,7 @@ class Plan:
             self._spread([pair for pair in members if ranks_of(*pair) == ranks])
 
     def _spread(self, members: list[tuple[dict[str, Any], Tensor]]) -> None:
-        kinds: dict[Any, list[tuple[dict[str, Any], Tensor, Piece, int]]] = {}
+        kinds: dict[Any, list[Member]] = {}
         for group, param in members:
             pieces = reading_of(group, param).pieces
             for index, piece in enumerate(pieces):
@@ -127,13 +147,12 @@ class Plan:
             self._places[id(param)] = [], [0] * len(pieces)
         due: dict[int, list[tuple[int, list[int], int]]] = {}  # by max_age: the FLOPs, and where to write
         policies: dict[tuple[int, int], Policy] = {}
-        for alike in kinds.values():
-            group, param, piece, _ = alike[0]
-            policy = Policy.of(group, param, piece, len(alike))
+        for alike, policy in self._admit(list(kinds.values())):
             policies |= {(id(param), index): policy for _, param, _, index in alike}
-            if group["max_age"] and not policy.always_rests:
+            max_age = alike[0][0]["max_age"]
+            if max_age and not policy.always_rests:
                 places = [(self._places[id(param)][1], index) for _, param, _, index in alike]
-                due.setdefault(group["max_age"], []).extend((policy.cold, *place) for place in places)
+                due.setdefault(max_age, []).extend((policy.cold, *place) for place in places)
         for _, param in members:
             found, early = self._places[id(param)]
             found += [policies[id(param), index] for index in range(len(early))]
@@ -142,12 +161,33 @@ class Plan:
             for (_, early, i), step in zip(entries, steps, strict=True):
                 early[i] = step
 
+    def _admit(self, kinds: list[list[Member]]) -> Iterator[tuple[list[Member], Policy]]:
+        """The matrices of each kind with their policy: where a byte saves most come first, as many as there
+        is room for, unless so few of a kind would not pay; the others rest.
+        """
+        policies = [Policy.of(*alike[0][:3], len(alike)) for alike in kinds]
+        if self._budget is None:
+            yield from zip(kinds, policies, strict=True)
+            return
+        left = self._budget
+        for alike, policy in sorted(zip(kinds, policies, strict=True), key=lambda pair: -pair[1].worth):
+            if policy.always_rests:
+                yield alike, policy
+                continue
+            number = min(len(alike), left // policy.kept)
+            if number and not (cached := Policy.of(*alike[0][:3], number)).always_rests:
+                yield alike[:number], cached
+                left -= number * policy.kept
+                alike = alike[number:]
+            if alike:
+                yield alike, replace(policy, fits=False)
+
     def digest(self, params: Iterable[Tensor]) -> int:
         """A number that tells plans for these parameters apart."""
         told = []
         for param in params:
             policies, early = self.of(param)
-            told.append((early, [policy.guard for policy in policies]))
+            told.append((early, [(policy.guard, policy.fits) for policy in policies]))
         return int.from_bytes(blake2b(repr(told).encode(), digest_size=7).digest(), "little")
 
     @property

@@ -48,6 +48,25 @@ def check_muon_group(group: dict[str, Any]) -> None:
         raise ValueError(f"max_workspace_bytes must be an integer > 0 or None, got {size!r}")
 
 
+CACHE_DTYPES = (torch.float32, torch.float16)
+"""What a transform may be kept in. Not bfloat16, which takes as many bytes as float16 and rounds eight times
+as much (docs/memory.md)."""
+
+
+def check_kept(group: dict[str, Any]) -> None:
+    """Refuse what cannot be meant about keeping transforms, or would not hold them."""
+    dtype, size = group["cache_dtype"], group["max_cache_bytes"]
+    if dtype is not None and dtype not in CACHE_DTYPES:
+        allowed = ", ".join(map(str, CACHE_DTYPES))
+        raise ValueError(f"cache_dtype must be one of {allowed} or None, got {dtype!r}")
+    gain = math.prod(a for a, _, _ in group["solver"].schedule.triples)
+    if dtype is not None and gain > torch.finfo(dtype).max:
+        needed = f"a transform of this solver, with entries up to {gain:.0f}"
+        raise ValueError(f"cache_dtype must hold {needed}, got {dtype!r}")
+    if size is not None and not (isinstance(size, int) and size >= 0):
+        raise ValueError(f"max_cache_bytes must be an integer >= 0 or None, got {size!r}")
+
+
 def check_split(group: dict[str, Any]) -> None:
     """Refuse parts and orientations that cannot be meant; parts as a list become a tuple."""
     if isinstance(group["split"], list):

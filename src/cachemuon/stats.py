@@ -12,7 +12,7 @@ OUTCOMES = ("hit", "cold", "residual", "stale", "non-finite", "fresh", "resting"
 
 `hit`: the cached transform was applied. The others of a cache are misses: `cold` (no transform
 yet), `residual` (above gamma), `stale` (older than max_age), `non-finite` (NaN or Inf in the
-gradient: nothing was changed), `resting` (solved without cache, since the cache does not pay).
+gradient: nothing was changed), `resting` (solved without cache, which does not pay or has no room).
 `fresh`: solved by an optimizer that has no cache.
 """
 

@@ -474,8 +474,10 @@ def test_the_direction_does_not_depend_on_the_gradients_scale(make, scale, eps):
     run(optimizers[0], params[0], range(5))
     run(optimizers[1], params[1], range(5), scale=scale)
     assert decisions(optimizers[0]) == decisions(optimizers[1])
+    # The last bit of float32 may decide on the last bit of a transform in float16: seen 3e-5.
+    halved = optimizers[0].param_groups[0].get("cache_dtype") == torch.float16
     for param, other in zip(*params, strict=True):
-        close(param, other)
+        close(param, other, **({"atol": 1e-4} if halved else {}))
 
 
 def test_eps_damps_a_gradient_far_below_it():

@@ -33,6 +33,8 @@ VARIANTS = {
     "cache-clip-lagged": partial(
         CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, gate="lagged", guard=False
     ),
+    "cache-float16": partial(unclipped, cache_dtype=torch.float16),
+    "cache-budget": partial(unclipped, max_cache_bytes=12_000),  # of some models all have room
     "cache-lagged-exact": partial(unclipped, gate="lagged", probe="exact", max_age=6),
 }
 

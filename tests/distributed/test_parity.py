@@ -24,6 +24,12 @@ VARIANTS = {
     "muon": lambda groups, **more: Muon(groups, lr=0.05, **more),
     "cache": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, **more),
     "lagged": lambda groups, **more: CacheMuon(groups, lr=0.05, max_age=4, gamma=1.1, gate="lagged", **more),
+    "float16": lambda groups, **more: CacheMuon(
+        groups, lr=0.05, max_age=4, gamma=1.1, cache_dtype=torch.float16, **more
+    ),
+    "budget": lambda groups, **more: CacheMuon(
+        groups, lr=0.05, max_age=4, gamma=1.1, max_cache_bytes=20_000, **more
+    ),
     "paper": lambda groups, **more: CacheMuon.paper(groups, lr=0.05, gamma=1.0, **more),
 }
 
@@ -51,7 +57,7 @@ def trained(variant, dtype, put, **more):
         *({"params": [param], **own} for param, own in parted),
         {"params": resting},
     ]
-    if variant in ("cache", "lagged"):
+    if variant not in ("muon", "paper"):
         groups = [group | {"guard": group["params"] is resting} for group in groups]
     optimizer = VARIANTS[variant](groups, **more)
     for step in range(STEPS):
@@ -124,7 +130,10 @@ IN_FLOAT32 = [("ddp", 3, "cache"), ("fsdp", 3, "lagged"), ("hsdp", 4, "cache"), 
 def test_ranks_train_as_one_does(ranks, alone, layout, world, variant, dtype):
     answers = ranks(train_on_a_rank, world, layout, variant, dtype)
     expected = alone(variant, dtype)
-    limit = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    limit, relative = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype], 1e-3
+    if (layout, variant) == ("ddp", "float16"):
+        # Copies get a rounded transform at once, one rank alone its fresh direction: seen 1.2e-4 and 2e-3.
+        limit, relative = 1e-3, 1e-2
     for answer in answers:
         for param, wanted in zip(answer["params"], expected["params"], strict=True):
             assert float((param - wanted).norm() / wanted.norm()) <= limit
@@ -132,7 +141,7 @@ def test_ranks_train_as_one_does(ranks, alone, layout, world, variant, dtype):
             assert torch.equal(param, first)  # copies never drift apart
         assert answer["decided"] == expected["decided"]
         for name, values in answer["residuals"].items():
-            assert values == pytest.approx(expected["residuals"][name], rel=1e-3, nan_ok=True)
+            assert values == pytest.approx(expected["residuals"][name], rel=relative, nan_ok=True)
     numbers = [answer["transforms"] for answer in answers]
     if layout in ("ddp", "copies"):
         assert numbers == [expected["transforms"]] * world

@@ -31,7 +31,7 @@ def count(rank, world, layout, variant):
         more, put = {}, lambda value: distribute_tensor(value, mesh, [Shard(0)])
     params = [nn.Parameter(put(value)) for value in start(torch.float32, WHOLE)]
     groups = [{"params": params}]
-    if variant == "cache":
+    if variant in ("cache", "float16"):
         groups = [
             {"params": params[: len(SHAPES)], "guard": False},
             {"params": params[len(SHAPES) :], "guard": True},
@@ -114,10 +114,12 @@ def test_shards_travel_to_owners_and_steps_back(counted, world):
             assert "transforms" not in sent
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_between_copies_only_transforms_travel(counted, world):
+@pytest.mark.parametrize(
+    ("world", "variant", "size"), [(2, "cache", 4), (3, "cache", 4), (4, "cache", 4), (2, "float16", 2)]
+)
+def test_between_copies_only_transforms_travel(counted, world, variant, size):
     """An owner sends n^2 numbers to each other rank for a refresh; nothing for a hit."""
-    answers = counted(world, "ddp", "cache")
+    answers = counted(world, "ddp", variant)
     owner_of = [owner for one in answers[0][4] for owner in one]
     for rank, (*_, sent, _, entries) in enumerate(answers):
         transforms = directions = 0
@@ -127,7 +129,7 @@ def test_between_copies_only_transforms_travel(counted, world):
                 refreshes = misses["cold"] + misses["residual"] + misses["stale"]
                 transforms += (world - 1) * n * n * refreshes
                 directions += (world - 1) * prod(shape) * misses["resting"]
-        assert sent.get("transforms", 0) == 4 * transforms
+        assert sent.get("transforms", 0) == size * transforms
         assert sent.get("directions", 0) == 4 * directions
         assert "updates" not in sent
 

@@ -110,7 +110,7 @@ def test_the_table_of_defaults():
         ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
         ("gamma", "probe", "vectors", "max_age", "clip", "max_norm"),
     )
-    for name in (*muon, *cached, "gate", "guard", "max_workspace_bytes"):
+    for name in (*muon, *cached, "gate", "guard", "cache_dtype", "max_cache_bytes", "max_workspace_bytes"):
         assert eval(table[name]) == parameters[name].default
     for name in ("seed", "view"):
         assert name in table
