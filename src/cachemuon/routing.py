@@ -285,7 +285,7 @@ def _rule(
         return _Rule(False, "norm", "vector")
     if param.ndim < 2:
         return _Rule(False, "norm" if "norm" in type(owner).__name__.lower() else "vector", "vector")
-    if not _is_weight(param, sites[0]):
+    if not _is_weight(param, sites[0], routers):
         return _Rule(False, "no layer's weight", "vector")
     output = any(site.owner in heads for site in sites)
     if output and head == "adam":
@@ -318,10 +318,14 @@ def _is_embedding(site: _Site) -> bool:
     return by_class or foreign or _CALLED_EMBEDDING.search(site.leaf.lower()) is not None
 
 
-def _is_weight(param: nn.Parameter, site: _Site) -> bool:
-    """Whether it is called a weight; or is one of several experts, which have all kinds of names."""
-    experts = param.ndim == 3 and _EXPERTS.search(f"{site.path}.{type(site.owner).__name__}".lower())
-    return bool(experts or _CALLED_WEIGHT.search(site.leaf.lower()))
+def _is_weight(param: nn.Parameter, site: _Site, routers: set[nn.Module]) -> bool:
+    """Whether it is called a weight; or is a stack of experts, which have all kinds of names, in a module
+    that is called so or has a router.
+    """
+    if _CALLED_WEIGHT.search(site.leaf.lower()) is not None:
+        return True
+    called = _EXPERTS.search(f"{site.path}.{type(site.owner).__name__}".lower()) is not None
+    return param.ndim == 3 and (called or any(child in routers for child in site.owner.children()))
 
 
 def _is_convolution(owner: nn.Module, param: nn.Parameter) -> TypeGuard[_ConvNd]:
