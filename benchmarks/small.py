@@ -9,7 +9,8 @@ of four of the twelve blocks: two rates, and from the better one on the next of 
 the third has GramMuon's. Momentum is the one that was best for both at width 256 in as many steps
 (docs/beyond-the-paper.md). Then all are trained for `--steps` steps of 4 x 256 tokens. A run has one thread,
 and `--workers` of them go at a time: losses do not depend on that. Times are measured apart, at the end, when
-nothing else should run: whole training steps of all three on all threads, in turns.
+nothing else should run: whole training steps of all three on all threads, in turns. `--times` measures these
+alone.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `small.json` and `small.png`, and with `--page` the table of that page.
@@ -21,7 +22,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -110,12 +111,21 @@ class Small:
         rates = {kind: best_of(searched.get(kind, searched["gram"])) for kind in self.kinds}
         methods = [replace(SHARED, kind=kind, lr=rates[kind]) for kind in self.kinds]
         configs = {_name(one): self.config(one, self.steps) for one in methods}
-        runs = self.train(configs)
+        runs = self.train(configs).values()
         self.pool.shutdown()
-        times = train_in_turns(list(configs.values()), TIMED)
+        took = self.times(rates)
         return {
             "searched": searched,
-            "methods": [summary(runs[name], time) for name, time in zip(configs, times, strict=True)],
+            "methods": [summary(run, took[run.config.optimizer.kind]) for run in runs],
+        }
+
+    def times(self, rates: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """Mean seconds of a whole training step of each method, and of these its optimizer's."""
+        configs = [self.config(replace(SHARED, kind=kind, lr=rates[kind]), self.steps) for kind in self.kinds]
+        found = zip(self.kinds, train_in_turns(configs, TIMED), strict=True)
+        keys = ("step_seconds", "optimizer_seconds")
+        return {
+            kind: {key: round(fmean(one[key] for one in took), 3) for key in keys} for kind, took in found
         }
 
     def train(self, runs: dict[str, RunConfig]) -> dict[str, Run]:
@@ -155,17 +165,16 @@ def best_of(losses: dict[float, float]) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-def summary(run: Run, times: list[dict[str, float]]) -> dict[str, Any]:
+def summary(run: Run, took: dict[str, float]) -> dict[str, Any]:
     """What the picture and the table need of a run: its validations, and the seconds until each."""
     optimizer, steps = run.config.optimizer, [line["step"] for line in run.validations]
-    took = {key: fmean(one[key] for one in times) for key in ("step_seconds", "optimizer_seconds")}
     return {
         "kind": optimizer.kind,
         "lr": optimizer.lr,
         "steps": steps,
         "losses": [round(line["loss"], 4) for line in run.validations],
         "seconds": [round(step * took["step_seconds"], 3) for step in steps],
-        **{key: round(value, 3) for key, value in took.items()},
+        **took,
         "hits": round(run.hit_rate or 0.0, 3),
         "flops": run.steps[-1]["flops"],
     }
@@ -206,6 +215,16 @@ def table(results: dict[str, Any]) -> Cells:
     return cells
 
 
+def table_of_times(took: dict[str, dict[str, float]]) -> Cells:
+    """A row for each method: a whole training step, and of it the optimizer's."""
+    cells = [["", "a step", "its optimizer", "of GramMuon's step"]]
+    for kind, one in took.items():
+        step, own = one["step_seconds"], one["optimizer_seconds"]
+        share = step / took["gram"]["step_seconds"]
+        cells.append([LABELS[kind], f"{step:.2f} s", f"{own:.2f} s", f"{share:.2f}"])
+    return cells
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """Validation loss against wall-clock time."""
     with rc_context(drawing.STYLE):
@@ -232,19 +251,25 @@ def main() -> None:
         "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's table")
+    parser.add_argument("--times", action="store_true", help="measure the times of steps, and nothing else")
     args = parser.parse_args()
-    try:
-        told = {"workers": args.workers, "minutes": args.minutes, "kinds": args.methods}
-        results = Small(args.data, args.out, args.steps, args.search, **told).results()
-    except Stopped:
-        print(f"stopped; the same command goes on with the runs in {args.out}")
-        return
-    (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, args.out / "small.png")
-    for row in table(results):
-        print("  ".join(f"{cell:>14}" for cell in row))
+    told = {"workers": args.workers, "minutes": args.minutes, "kinds": args.methods}
+    small = Small(args.data, args.out, args.steps, args.search, **told)
+    if args.times:
+        made = {"times": ("Times", table_of_times(small.times(dict.fromkeys(KINDS, SHARED.lr))))}
+    else:
+        try:
+            results = small.results()
+        except Stopped:
+            print(f"stopped; the same command goes on with the runs in {args.out}")
+            return
+        (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, args.out / "small.png")
+        made = {"small": ("GPT-2 Small", table(results))}
+    for _, cells in made.values():
+        print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))
     if args.page is not None:
-        args.page.write_text(renewed(args.page.read_text(), {"small": ("GPT-2 Small", table(results))}))
+        args.page.write_text(renewed(args.page.read_text(), made))
 
 
 if __name__ == "__main__":

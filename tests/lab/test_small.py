@@ -100,3 +100,15 @@ def test_the_command_writes_its_results(small, data, tmp_path, monkeypatch):
     small.main()
     assert len(json.loads((out / "small.json").read_text())["methods"]) == 3
     assert "| GramMuon |" in page.read_text()
+
+
+def test_times_alone(small, data, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table times -->\n<!-- end -->\n")
+    told = ["--data", data, "--out", tmp_path / "out", "--times", "--page", page]
+    monkeypatch.setattr(sys, "argv", ["small.py", *map(str, told)])
+    small.main()
+    assert not (tmp_path / "out").exists()
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 4 and rows[1].startswith("| GramMuon |") and rows[1].endswith("| 1.00 |")
+    assert "of GramMuon's step" in capsys.readouterr().out
