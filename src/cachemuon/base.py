@@ -28,14 +28,16 @@ from .foreign import as_ours
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
 from .ownership import Work
-from .polar import Solver, full_precision
+from .polar import Solver, computed_in, full_precision
 from .settings import (
     ADAM_DEFAULTS,
     check_adam_group,
-    check_entry,
+    check_entries,
+    check_form,
     check_muon_group,
     check_once,
     check_param,
+    check_step,
     named_params,
 )
 from .stats import COLUMNS, RESIDUALS, new_counters
@@ -281,6 +283,8 @@ class MatrixOptimizer(Accounts):
         Nothing of `state_dict` is shared or changed; a load that is refused changes nothing.
         """
         self._settle()
+        if not isinstance(state_dict, dict):
+            check_form(state_dict)
         before = {key: self.__dict__[key] for key in ("state", "param_groups", "_kept")}
         try:
             self._load(state_dict)
@@ -293,7 +297,9 @@ class MatrixOptimizer(Accounts):
         loaded: list[tuple[StateDict, str]] = []  # what the user's own hooks made of it, and what to warn of
 
         def translate(_: torch.optim.Optimizer, final: StateDict) -> StateDict:
+            check_form(final)
             loaded.append(as_ours(final, live))
+            self._check_saved(loaded[0][0])
             return loaded[0][0]
 
         handle = self.register_load_state_dict_pre_hook(translate)
@@ -316,15 +322,10 @@ class MatrixOptimizer(Accounts):
                     stacklevel=3,
                 )
         saved_keys = [key for group in saved_groups for key in group["params"]]
-        params = [
-            (name, param, group)
-            for index, group in enumerate(self.param_groups)
-            for name, param in named_params(group, index)
-        ]
-        for key, (name, param, group) in zip(saved_keys, params, strict=True):
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(saved_keys, params, strict=True):
             for entry, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
-                    check_entry(name, param, group, entry, value)
                     restored = self._restored(param, entry, value, self.state[param][entry])
                     self.state[param][entry] = restored
         self._kept.reconciled = False
@@ -332,12 +333,32 @@ class MatrixOptimizer(Accounts):
         if differences:
             warnings.warn(differences, stacklevel=3)
 
+    def _check_saved(self, saved: StateDict) -> None:
+        """Refuse a state that cannot be gone on from, before any of it is taken."""
+        for index, (live, old) in enumerate(zip(self.param_groups, saved["param_groups"], strict=False)):
+            kept = ("params", "param_names", "solver", "process_group")
+            group = live | {key: value for key, value in old.items() if key not in kept}
+            if group["use_muon"] is not live["use_muon"]:
+                got = f"{group['use_muon']!r}, and {live['use_muon']!r} here"
+                raise ValueError(
+                    f"use_muon of param_groups[{index}] must be the same in a saved state, got {got}"
+                )
+            if not group["use_muon"]:
+                check_adam_group(group)
+            else:
+                check_step(group)
+                self._check_group(group)
+            for key, (name, param) in zip(old["params"], named_params(live, index), strict=False):
+                check_param(name, param, group)
+                check_entries(name, param, group, saved["state"].get(key, {}))
+
     def _restored(self, param: Tensor, entry: str, saved: Tensor, loaded: Tensor) -> Tensor:
         # Torch casts what it loads to the parameter's dtype: in bf16 a counter of 1001 becomes 1000.
         if entry in ("counters", "residuals"):
-            return saved.to("cpu", copy=True)
+            dtype = torch.int64 if entry == "counters" else torch.float64
+            return saved.to("cpu", dtype, copy=True)
         if entry.startswith("transform"):
-            return saved.to(loaded.device, copy=True)
+            return saved.to(loaded.device, computed_in(param.dtype), copy=True)
         loaded = sharded_as(param, loaded)
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)

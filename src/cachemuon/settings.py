@@ -16,7 +16,7 @@ from .distributed import check_sharding
 from .matrices import ADJUST_LR_FNS
 from .polar import Solver
 from .schedules import QUINTIC, Schedule
-from .stats import COLUMNS, RESIDUALS, transform_name
+from .stats import COLUMNS, NO_AGE, OUTCOMES, RESIDUALS, transform_name
 from .views import reading_of
 
 ADAM_DEFAULTS: dict[str, Any] = {
@@ -28,6 +28,9 @@ ADAM_DEFAULTS: dict[str, Any] = {
     "fused": True,
 }
 """The settings of a group with `use_muon=False`; it inherits none of Muon's."""
+
+MOST = 2**53
+"""More than any counter comes to."""
 
 
 def check_muon_group(group: dict[str, Any]) -> None:
@@ -65,6 +68,12 @@ def check_kept(group: dict[str, Any]) -> None:
         raise ValueError(f"cache_dtype must hold {needed}, got {dtype!r}")
     if size is not None and not (isinstance(size, int) and size >= 0):
         raise ValueError(f"max_cache_bytes must be an integer >= 0 or None, got {size!r}")
+
+
+def check_step(group: dict[str, Any]) -> None:
+    """Refuse what is no number of steps."""
+    if not (isinstance(group["step"], int) and 0 <= group["step"] <= MOST):
+        raise ValueError(f"step must be an integer from 0 to {MOST}, got {group['step']!r}")
 
 
 def check_split(group: dict[str, Any]) -> None:
@@ -111,24 +120,76 @@ def check_once(group: dict[str, Any]) -> None:
         seen.add(id(tensor))
 
 
-def check_entry(name: str, param: Tensor, group: dict[str, Any], entry: str, saved: Tensor) -> None:
-    """Refuse a saved entry that is not this parameter's, or of another version of this library."""
-    shape = tuple(param.shape)
-    expected: dict[str, tuple[int, ...]] = {"exp_avg": shape, "exp_avg_sq": shape}
+def check_form(saved: Any) -> None:
+    """Refuse what is not even the form of an optimizer's state."""
+    found = saved if isinstance(saved, dict) else {}
+    groups, state = found.get("param_groups"), found.get("state")
+    if not (isinstance(groups, list) and isinstance(state, dict)):
+        got = f"the keys {list(saved)}" if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(f"state_dict must have a list 'param_groups' and a dict 'state', got {got}")
+    for number, group in enumerate(groups):
+        keys = group.get("params") if isinstance(group, dict) else None
+        if not (isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)):
+            raise ValueError(f"param_groups[{number}] must have a list 'params' of numbers, got {keys!r}")
+    for key, entries in state.items():
+        if not isinstance(entries, dict):
+            raise ValueError(f"state[{key!r}] must be a dict, got {type(entries).__name__}")
+
+
+def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse saved entries that are not this parameter's, of another version of this library, or damaged.
+
+    None at all are fine, and those that are not known here.
+    """
+    expected: dict[str, tuple[int, ...] | None]  # shapes; None: one number
     if group["use_muon"]:
         pieces = reading_of(group, param).pieces
         number, sides = len(pieces), [piece.wide[0] for piece in pieces]
+        together = ("counters", "residuals", "momentum_buffer")
         expected = {
             "counters": (number, len(COLUMNS)),
             "residuals": (number, len(RESIDUALS)),
-            "momentum_buffer": shape,
+            "momentum_buffer": tuple(param.shape),
             **{transform_name(index, number): (n, n) for index, n in enumerate(sides)},
         }
-    if entry in expected and tuple(saved.shape) != expected[entry]:
-        raise ValueError(
-            f"{name}: {entry} must have shape {expected[entry]}, got {tuple(saved.shape)}: of another "
-            f"parameter, or of another version"
-        )
+        begun = "counters" in saved or "residuals" in saved
+    else:
+        together = ("step", "exp_avg", "exp_avg_sq")
+        expected = {"step": None, "exp_avg": tuple(param.shape), "exp_avg_sq": tuple(param.shape)}
+        begun = any(entry in saved for entry in together)
+    if begun and (missing := [entry for entry in together if entry not in saved]):
+        raise ValueError(f"{name}: its state must have {', '.join(together)}, and lacks {', '.join(missing)}")
+    for entry, shape in expected.items():
+        if entry not in saved:
+            continue
+        value = saved[entry]
+        if not (isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"):
+            got = (
+                f"one in {value.layout} on {value.device}" if isinstance(value, Tensor) else repr(value)[:60]
+            )
+            raise ValueError(f"{name}: {entry} must be a dense tensor, got {got}")
+        if tuple(value.shape) != shape if shape is not None else value.numel() != 1:
+            raise ValueError(
+                f"{name}: {entry} must have shape {shape or (1,)}, got {tuple(value.shape)}: of another "
+                f"parameter, or of another version"
+            )
+        if not (value.dtype == torch.int64 if entry == "counters" else value.is_floating_point()):
+            wanted = "torch.int64" if entry == "counters" else "real floating point"
+            raise ValueError(f"{name}: {entry} must be {wanted}, got {value.dtype}")
+        if entry == "step" and not 0 <= value.item() <= MOST:
+            raise ValueError(f"{name}: step must be a number >= 0, got {value.item()}")
+    for row in saved["counters"].tolist() if group["use_muon"] and begun else ():
+        check_counters(name, row)
+
+
+def check_counters(name: str, row: list[int]) -> None:
+    """Refuse counters that no sequence of steps leads to."""
+    lowest = {"age": NO_AGE, "last": -1, "balance": -MOST}
+    highest = {"last": len(OUTCOMES) - 1}
+    for column, value in zip(COLUMNS, row, strict=True):
+        low, high = lowest.get(column, 0), highest.get(column, MOST)
+        if not low <= value <= high:
+            raise ValueError(f"{name}: the counter {column!r} must be from {low} to {high}, got {value}")
 
 
 def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:

@@ -39,8 +39,8 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"there is no checkpoint {path}") from None
     except Exception as error:  # a damaged zip file or pickle may raise anything
         raise ValueError(f"{path} is no readable checkpoint: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        got = state.get("format") if isinstance(state, dict) else type(state).__name__
+    got = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if not (isinstance(got, int) and got == FORMAT):
         raise ValueError(f"{path} must be a checkpoint of format {FORMAT}, got {got!r}")
     return state
 

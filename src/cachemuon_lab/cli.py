@@ -94,9 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         from cachemuon_lab.train import Interrupted
 
-        if not isinstance(error, Interrupted):
+        if isinstance(error, Interrupted):
+            code = _interrupted(f"stopped after step {error.step} of {error.folder}", arguments)
+        elif isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch's is a RuntimeError
+            code = _wrong(f"there is not enough memory: {error}")
+        else:
             raise
-        code = _interrupted(f"stopped after step {error.step} of {error.folder}", arguments)
     sys.exit(code)
 
 

@@ -25,6 +25,9 @@ LABELS = {
     "stale": "StaleMuon",
 }
 
+MOST = 2**53
+"""The largest integer that a setting may be: the largest that a float is exact up to."""
+
 CACHING = ("paper", "cache")
 """The kinds of optimizer that are a CacheMuon."""
 
@@ -193,8 +196,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self, "")
-        if not self.name:
-            raise ValueError(f"name must not be empty, got {self.name!r}")
+        if not self.name or self.name in (".", "..") or set(self.name) & set("/\\\0"):
+            raise ValueError(f"name must be that of a folder, not a path, and not empty, got {self.name!r}")
+        if abs(self.seed) > MOST:
+            raise ValueError(f"seed must be from {-MOST} to {MOST}, got {self.seed!r}")
         counts = ("steps", "batch_size", "accumulation", "validate_every", "checkpoint_every", "replicas")
         for name in (*counts, "diagnose_every"):
             _at_least(name, getattr(self, name), 1)
@@ -226,9 +231,9 @@ class RunConfig:
         """The run that `to_json` wrote; an unknown or missing key is an error."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a run's configuration must be JSON, got {text[:60]!r}: {error}") from error
-        run: RunConfig = _typed(cls, values, "")
+        run: RunConfig = typed(cls, values, "")
         return run
 
 
@@ -259,7 +264,7 @@ def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
             inner = ", ".join(f"{key}.{name}" for name in get_type_hints(hint))
             raise ValueError(f"{key!r} is no single value; set one of {inner}")
         owner[last] = _parsed(hint, text.strip(), key)
-    changed: RunConfig = _typed(RunConfig, values, "")
+    changed: RunConfig = typed(RunConfig, values, "")
     return changed
 
 
@@ -300,13 +305,13 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _typed(hint: Any, value: Any, key: str) -> Any:
+def typed(hint: Any, value: Any, key: str) -> Any:
     """`value`, as JSON has it, in the type that `hint` asks for."""
     if hint == ModelConfig:
         kind = value.get("kind") if isinstance(value, dict) else value
-        if kind not in MODELS:
+        if not isinstance(kind, str) or kind not in MODELS:
             raise ValueError(f"{key}.kind must be one of {', '.join(map(repr, MODELS))}, got {kind!r}")
-        return _typed(MODELS[kind], {k: v for k, v in value.items() if k != "kind"}, key)
+        return typed(MODELS[kind], {k: v for k, v in value.items() if k != "kind"}, key)
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         if not isinstance(value, dict):
@@ -317,7 +322,7 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
             raise ValueError(f"unknown key {prefix + wrong[0]!r}: {key or 'a run'} has {', '.join(hints)}")
         if missing := sorted(required - value.keys()):
             raise ValueError(f"{prefix + missing[0]} is missing")
-        return hint(**{name: _typed(hints[name], item, prefix + name) for name, item in value.items()})
+        return hint(**{name: typed(hints[name], item, prefix + name) for name, item in value.items()})
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{key} must be a list, got {value!r}")
@@ -325,7 +330,7 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
         inner = [parts[0]] * len(value) if parts[-1] is Ellipsis else list(parts)
         if len(inner) != len(value):
             raise ValueError(f"{key} must have {len(inner)} values, got {value!r}")
-        return tuple(_typed(part, item, key) for part, item in zip(inner, value, strict=True))
+        return tuple(typed(part, item, key) for part, item in zip(inner, value, strict=True))
     choices = _alternatives(hint)
     if value is None and NoneType in choices:
         return None
@@ -386,6 +391,8 @@ def _short(value: Any) -> str:
 def _at_least(name: str, value: object, least: int) -> None:
     if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value!r}")
 
 
 def _non_negative(name: str, value: float) -> None:

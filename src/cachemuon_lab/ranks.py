@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon.base import MatrixOptimizer
 from cachemuon.distributed import sharded_as, whole
+from cachemuon.settings import check_adam_group, check_entries, check_form
 from cachemuon_lab.models import BLOCKS, Model
 
 STRATEGIES = ("ddp", "fsdp")
@@ -111,10 +112,14 @@ def whole_model(model: Model) -> dict[str, Tensor]:
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Go on from a state as `cachemuon.distributed.whole_state_dict` gives it, on any number of ranks."""
-    if not isinstance(optimizer, MatrixOptimizer):  # those shard what they load
+    if not isinstance(optimizer, MatrixOptimizer):  # those check what they load, and shard it
+        check_form(state)
+        for group in state["param_groups"]:
+            check_adam_group(group)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(params):
             entries = state["state"].get(number, {})
+            check_entries(f"parameter {number}", param, {"use_muon": False}, entries)
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.shape == param.shape:
                     entries[key] = sharded_as(param, value.to(param.device))

@@ -25,7 +25,7 @@ from typing import Any, Self, TextIO, TypeVar
 import torch
 
 import cachemuon
-from cachemuon_lab.config import RunConfig
+from cachemuon_lab.config import MOST, RunConfig
 
 if sys.platform == "win32":
     import msvcrt
@@ -42,6 +42,10 @@ KINDS = {
     "end": ("seconds", "best_loss"),
 }
 """The kinds of a record's lines, and what each must hold beside its step."""
+
+TEXTS, COUNTS, FLAGS = ("kind", "name"), ("step", "hits"), ("accepted",)
+OPTIONAL = ("accuracy", "best_loss", "best_step", "best_accuracy")
+"""Fields that are a text, a count, true or false; a number or null. `misses` are counts, others numbers."""
 
 Line = dict[str, Any]
 T = TypeVar("T")
@@ -102,19 +106,44 @@ def read_lines(path: Path) -> list[Line]:
             if number == len(texts):
                 break
             raise ValueError(f"{path}, line {number}, is no record: {text[:60]!r}") from error
-        fields = KINDS.get(line.get("kind", ""))
+        kind = line.get("kind")
+        fields = KINDS.get(kind) if isinstance(kind, str) else None
         if fields is None:
-            raise ValueError(f"{path}, line {number}, is of kind {line.get('kind')!r}, not of {tuple(KINDS)}")
+            raise ValueError(f"{path}, line {number}, is of kind {kind!r}, not of {tuple(KINDS)}")
         if missing := [name for name in ("step", *fields) if name not in line]:
             raise ValueError(f"{path}, line {number}, of kind {line['kind']!r}, lacks {', '.join(missing)}")
-        if not isinstance(line["step"], int):
-            raise ValueError(f"{path}, line {number}: step must be an integer, got {line['step']!r}")
+        for name, value in line.items():
+            if told := _wrong(name, value):
+                raise ValueError(f"{path}, line {number}: {name} must be {told}, got {value!r}")
         lines.append(line)
     return lines
 
 
+def _wrong(name: str, value: Any) -> str | None:
+    """What a field of a line should have been, if it is not."""
+    if name in TEXTS:
+        return None if isinstance(value, str) else "a text"
+    if name in FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if name in COUNTS:
+        return None if _count(value) else "a count"
+    if name == "misses":
+        return None if isinstance(value, dict) and all(map(_count, value.values())) else "counts"
+    if value is None and name in OPTIONAL:
+        return None
+    number = isinstance(value, float) or (type(value) is int and abs(value) < 10**30)
+    return None if number else "a number"
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
+
+
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {type(value).__name__}")
     return value

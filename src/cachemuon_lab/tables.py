@@ -245,7 +245,8 @@ def _measured(run: Run, fresh: dict[str, list[Run]]) -> dict[str, float | None]:
         for kind, baselines in fresh.items():
             measured[f"saved_{model}_{kind}"] = _saved(run, baselines, key)
     for key in (column.key for column in COLUMNS if column.form == "seconds"):
-        measured[key] = statistics.median(line[key] for line in run.steps) if run.steps else None
+        known = [line[key] for line in run.steps if key in line]
+        measured[key] = statistics.median(known) if known else None
     return measured
 
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon.distributed import whole_state_dict
 from cachemuon_lab import checkpoint
-from cachemuon_lab.config import RunConfig, differences
+from cachemuon_lab.config import RunConfig, differences, typed
 from cachemuon_lab.data import Batches
 from cachemuon_lab.data.corpus import python_corpus
 from cachemuon_lab.data.images import ImageBatches
@@ -52,12 +52,17 @@ class Interrupted(Exception):
 class Standing:
     """How far a run has come: what its checkpoint holds beside weights, optimizer and generators."""
 
-    step: int = 0
-    tokens: int = 0  # or images
-    seconds: float = 0.0
+    step: int
+    tokens: int  # or images
+    seconds: float
     best_loss: float | None = None
     best_step: int | None = None
     best_accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step", "tokens", "seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
 
     def with_validation(self, validation: dict[str, Any]) -> Standing:
         """Renewed by a validation at this step, if that is better than all before it."""
@@ -142,11 +147,12 @@ def _trained(
         _load_model(folder, model, saved)
     ranks.shard(model)
     optimizer = make_optimizer(config.optimizer, model, ranks.copies)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+    rates = [group["lr"] for group in optimizer.param_groups]
     if ranks.rank > 0:
         torch.manual_seed(config.seed + ranks.rank)  # for a dropout of its own
-    standing = Standing() if saved is None else _restored(saved, optimizer, device, ranks)
+    standing = Standing(step=0, tokens=0, seconds=0.0)
+    if saved is not None:
+        standing = _restored(folder, saved, optimizer, device, ranks)
     if ranks.sharded and config.diagnostics != "off":
         raise ValueError(f"strategy must be 'ddp' for diagnostics of whole matrices, got {ranks.strategy!r}")
     observer = make_observer(config, optimizer) if ranks.main else None
@@ -163,8 +169,8 @@ def _trained(
         for step in range(first + 1, config.steps + 1):
             step_began = meter.now()
             factor = config.schedule.factor(step, config.steps, epoch)
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
             loss, tokens = torch.zeros((), device=device), 0
             for micro in range(micros):
                 batch = data.train(step - 1, micro, ranks.rank, ranks.world)
@@ -354,23 +360,39 @@ def _saved(folder: Path) -> dict[str, Any] | None:
     if not (folder / CHECKPOINT).exists():
         return None
     state = checkpoint.load(folder / CHECKPOINT)
-    if missing := {"standing", "generators", "model", "optimizer"} - state.keys():
+    parts = {"standing": dict, "generators": list, "model": dict, "optimizer": dict}
+    if missing := parts.keys() - state.keys():
         raise ValueError(f"{folder / CHECKPOINT} is damaged: it lacks {', '.join(sorted(missing))}")
+    for name, kind in parts.items():
+        if not isinstance(state[name], kind):
+            got = type(state[name]).__name__
+            raise ValueError(f"{folder / CHECKPOINT} is damaged: {name} must be a {kind.__name__}, got {got}")
     return state
 
 
 def _load_model(folder: Path, model: Model, state: dict[str, Any]) -> None:
     try:
         model.load_state_dict(state["model"])
+        for name, tensor in model.state_dict().items():
+            if (found := state["model"][name].dtype) != tensor.dtype:  # torch casts without a word
+                raise RuntimeError(f"{name} must be {tensor.dtype}, got {found}")
     except RuntimeError as error:
         raise ValueError(f"{folder / CHECKPOINT} is of another model: {error}") from error
 
 
-def _restored(state: dict[str, Any], optimizer: Optimizer, device: torch.device, ranks: Ranks) -> Standing:
-    load_optimizer(optimizer, state["optimizer"])
-    if ranks.rank < len(state["generators"]):
-        checkpoint.restore_generators(state["generators"][ranks.rank], device)
-    return Standing(**state["standing"])
+def _restored(
+    folder: Path, state: dict[str, Any], optimizer: Optimizer, device: torch.device, ranks: Ranks
+) -> Standing:
+    try:
+        standing: Standing = typed(Standing, state["standing"], "standing")
+        if standing.step == 0 or not state["generators"]:
+            raise ValueError("it must be of a step, with that step's generators")
+        load_optimizer(optimizer, state["optimizer"])
+        if ranks.rank < len(state["generators"]):
+            checkpoint.restore_generators(state["generators"][ranks.rank], device)
+    except Exception as error:  # torch's optimizers and generators may raise anything at a state that is none
+        raise ValueError(f"{folder / CHECKPOINT} is damaged: {error}") from error
+    return standing
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from contract.variants import (
 from unclipped import unclipped
 
 from cachemuon import QUINTIC, GramNS, Muon, StandardNS
+from cachemuon.stats import COLUMNS
 
 TRANSFORMER = TASKS["transformer"]  # attention, a tied embedding, tall and wide matrices
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -383,3 +384,112 @@ def test_a_load_that_is_refused_changes_nothing(entry, spoiled):
     run(optimizer, params, range(3, 6))
     run(twin, twin.param_groups[0]["params"], range(3, 6))
     assert_same(optimizer, twin)
+
+
+def put(*path, value):
+    """Replace what lies there in a state, by a value, or by what a function makes of it."""
+
+    def change(saved):
+        for key in path[:-1]:
+            saved = saved[key]
+        saved[path[-1]] = value(saved[path[-1]]) if callable(value) else value
+
+    return change
+
+
+def remove(*path):
+    def change(saved):
+        for key in path[:-1]:
+            saved = saved[key]
+        del saved[path[-1]]
+
+    return change
+
+
+def counter(name, number):
+    def change(saved):
+        saved["state"][0]["counters"][0, COLUMNS.index(name)] = number
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (remove("param_groups"), "state_dict must have a list 'param_groups' and a dict 'state'"),
+        (put("state", value=[]), "state_dict must have a list 'param_groups' and a dict 'state'"),
+        (put("state", 0, value=None), r"state\[0\] must be a dict, got NoneType"),
+        (remove("param_groups", 0, "params"), r"param_groups\[0\] must have a list 'params'"),
+        (put("param_groups", 1, value=3), r"param_groups\[1\] must have a list 'params'"),
+        (
+            put("param_groups", 0, "use_muon", value=False),
+            r"use_muon of param_groups\[0\] .* got False, and True",
+        ),
+        (put("param_groups", 0, "gamma", value="x"), "gamma must be a number >= 0, got 'x'"),
+        (put("param_groups", 0, "eps", value=-1.0), "eps must be a number >= 0, got -1.0"),
+        (put("param_groups", 0, "step", value=-10), "step must be an integer from 0"),
+        (put("param_groups", 0, "transposed", value=3), "transposed must be True or False, got 3"),
+        (put("param_groups", 0, "split", value=4), "split must divide the 6 outputs"),
+        (put("param_groups", 1, "betas", value=(0.9, 1.5)), r"betas must be in \[0, 1\), got 1.5"),
+        (remove("state", 0, "residuals"), "group0.param0: its state must have .* and lacks residuals"),
+        (
+            remove("state", 0, "momentum_buffer"),
+            "group0.param0: its state must have .* lacks momentum_buffer",
+        ),
+        (put("state", 0, "counters", value=None), "group0.param0: counters must be a dense tensor, got None"),
+        (
+            put("state", 0, "transform", value=torch.Tensor.to_sparse),
+            "transform must be a dense tensor, got one",
+        ),
+        (
+            put("state", 0, "transform", value=lambda t: t.to("meta")),
+            "transform must be a dense tensor, got one",
+        ),
+        (
+            put("state", 0, "counters", value=torch.Tensor.double),
+            "counters must be torch.int64, got torch.float64",
+        ),
+        (put("state", 0, "transform", value=torch.Tensor.int), "transform must be real floating point, got"),
+        (counter("hit", -1), "group0.param0: the counter 'hit' must be from 0 to .*, got -1"),
+        (counter("last", 99), "group0.param0: the counter 'last' must be from -1 to 6, got 99"),
+        (counter("age", -7), "the counter 'age' must be from -1 to .*, got -7"),
+        (counter("wait", 2**62), "the counter 'wait' must be from 0 to .*, got 4611686018427387904"),
+        # The fused kernel would have read and written beyond its end.
+        (put("state", 1, "exp_avg", value=lambda t: t[:1]), r"group1.param0: exp_avg must have shape \(9,\)"),
+        (
+            put("state", 1, "step", value=torch.zeros(3)),
+            r"group1.param0: step must have shape \(1,\), got \(3,\)",
+        ),
+        (put("state", 1, "step", value=torch.tensor(-1.0)), "group1.param0: step must be a number >= 0"),
+        (remove("state", 1, "step"), "group1.param0: its state must have step, exp_avg, .* lacks step"),
+    ],
+)
+def test_a_damaged_state_is_named_and_changes_nothing(change, words):
+    params = [parameter((6, 10)), parameter((9,), 1)]
+    optimizer = unclipped([{"params": params[:1]}, {"params": params[1:], "use_muon": False}], lr=0.1)
+    run(optimizer, params, range(3))
+    before, saved = snapshot(optimizer), copy.deepcopy(optimizer.state_dict())
+    change(saved)
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(saved)
+    assert_same(before, optimizer)
+    run(optimizer, params, range(3, 5))
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 3])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(
+        ValueError, match="state_dict must have a list 'param_groups' and a dict 'state', got"
+    ):
+        unclipped([parameter((6, 10))]).load_state_dict(state)
+
+
+def test_a_state_goes_on_in_another_precision():
+    params = [parameter((6, 10))]
+    optimizer = unclipped(params)
+    run(optimizer, params, range(3))
+    wider = [parameter((6, 10), dtype=torch.float64)]
+    resumed = unclipped(wider)
+    resumed.load_state_dict(optimizer.state_dict())
+    run(resumed, wider, range(3, 6))
+    assert resumed.cache_stats()["hits"] > 0
