@@ -28,7 +28,7 @@ from .foreign import as_ours
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
 from .ownership import Work
-from .polar import Solver, computed_in, full_precision
+from .polar import Solver, full_precision
 from .settings import (
     ADAM_DEFAULTS,
     check_adam_group,
@@ -358,7 +358,7 @@ class MatrixOptimizer(Accounts):
             dtype = torch.int64 if entry == "counters" else torch.float64
             return saved.to("cpu", dtype, copy=True)
         if entry.startswith("transform"):
-            return saved.to(loaded.device, computed_in(param.dtype), copy=True)
+            return saved.to(loaded.device, copy=True)
         loaded = sharded_as(param, loaded)
         if entry == "momentum_buffer":
             return loaded.clone(memory_format=torch.contiguous_format)
