@@ -55,7 +55,7 @@ class CacheMuon(MatrixOptimizer):
     `gate="sync"` reads all residuals of a step on the host together, then decides. `gate="lagged"`
     decides on the last residual known for a transform, which was read while other work went on: the
     host never waits, and a transform that has gone bad is used once before it is replaced.
-    `guard=True` sets the cache of a matrix aside while it costs more than it saves (`cache.Guard`), and for
+    `guard=True` sets the cache of a matrix aside while it costs more than it saves (`guard.Guard`), and for
     good where the matrix is small.
 
     `cache_dtype=torch.float16` keeps transforms in half the bytes, and `max_cache_bytes` limits those of all
