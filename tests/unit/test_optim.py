@@ -285,7 +285,7 @@ def test_a_step_reads_no_tensor_but_the_gates(make, gate_reads, monkeypatch):
         assert tensor_reads == [torch.float32] * gate_reads  # nor the counters, which it knows by heart
 
 
-def test_counters_that_were_loaded_are_read_once(monkeypatch):
+def test_counters_that_were_loaded_are_not_read_by_a_step(monkeypatch):
     def stepped(optimizer, W):
         W.grad = torch.eye(4, 6)
         tensor_reads.clear()
@@ -300,7 +300,7 @@ def test_counters_that_were_loaded_are_read_once(monkeypatch):
     assert stepped(optimizer, W) == 0
     tensor_reads.clear()
     optimizer.load_state_dict(saved)
-    assert tensor_reads.count(torch.int64) == 1
+    assert tensor_reads.count(torch.int64) == 2  # to be checked, and to be known
     assert [stepped(optimizer, W) for _ in range(2)] == [0, 0]
     assert optimizer.cache_stats()["hits"] == 4  # the fourth step was undone
     optimizer.state[W]["counters"][0, 0] = 70  # as by a hand
