@@ -225,7 +225,10 @@ def train(
     chosen = recipe(recipe_name)
     which = variant(chosen, optimizer, gamma=gamma, max_age=max_age)
     config = configure(chosen, which, settings or ())
-    out = out or RUNS / config.name
+    if out is None:
+        if config.name in (".", "..") or set(config.name) & set("/\\"):
+            raise ValueError(f"name must be that of a folder under {RUNS}, no path, got {config.name!r}")
+        out = RUNS / config.name
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     with processes() as first, progress(first) as show:
         label = {"label": config.optimizer.label, "run": 1, "runs": 1}

@@ -196,8 +196,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self, "")
-        if not self.name or self.name in (".", "..") or set(self.name) & set("/\\\0"):
-            raise ValueError(f"name must be that of a folder, not a path, and not empty, got {self.name!r}")
+        if not self.name:
+            raise ValueError(f"name must not be empty, got {self.name!r}")
         if abs(self.seed) > MOST:
             raise ValueError(f"seed must be from {-MOST} to {MOST}, got {self.seed!r}")
         counts = ("steps", "batch_size", "accumulation", "validate_every", "checkpoint_every", "replicas")

@@ -17,7 +17,7 @@ from cachemuon_lab import train as train_module
 from cachemuon_lab.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from cachemuon_lab.data.images import ImageBatches
 from cachemuon_lab.models import GPT2Config, ResNetConfig
-from cachemuon_lab.record import Run
+from cachemuon_lab.record import Run, held
 from cachemuon_lab.train import Interrupted, train
 
 OPTIMIZERS = {
@@ -94,6 +94,23 @@ def train_on_ranks(rank, world, config, folder, strategy, stop_at):
     except Interrupted:
         return "interrupted"
     return "finished"
+
+
+def refused_on_ranks(rank, world, config, folder):
+    try:
+        train(config, folder)
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_ranks_hear_that_a_folder_is_in_use(ranks, corpus, tmp_path):
+    config = text(corpus, "gram", steps=2)
+    with held(tmp_path):
+        told = ranks(refused_on_ranks, 2, config, str(tmp_path))
+    assert told[0] == told[1] and f"is in use by process {os.getpid()} on" in told[0]
+    assert (
+        ranks(train_on_ranks, 2, config, str(tmp_path), "ddp", None) == ["finished"] * 2
+    )  # one lock for both
 
 
 def losses(folder):

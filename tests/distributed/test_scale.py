@@ -1,9 +1,9 @@
 """docs/distributed.md: what benchmarks/scale.py counts is what ranks do and send."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+import scale
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -14,14 +14,6 @@ from cachemuon import CacheMuon, GramNS, Muon
 ROOT = Path(__file__).parents[2]
 SHAPES = [(24, 48), (36, 36), (24, 48), (24, 24), (48, 60)]  # rows that 2, 3 and 4 ranks divide
 MAX_AGE = 3
-
-
-@pytest.fixture(scope="module")
-def scale():
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks" / "scale.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def live(rank, world, cached, sharded, exchange):
@@ -75,7 +67,7 @@ SMALL = ("presence", "finite", "residuals")
     ],
     ids=["muon-copies", "muon-shards", "cache-copies", "cache-shards"],
 )
-def test_what_is_counted_is_what_is_done(ranks, scale, world, place, case):
+def test_what_is_counted_is_what_is_done(ranks, world, place, case):
     answers = ranks(live, world, *case)
     counted, life = scale.steps(SHAPES, world, MAX_AGE)[place], 1 + MAX_AGE
     assert sum(flops for flops, _, _ in answers) == pytest.approx(life * counted.flops, rel=1e-12)
@@ -91,7 +83,7 @@ def test_what_is_counted_is_what_is_done(ranks, scale, world, place, case):
         assert small == life * wanted
 
 
-def test_copies_may_get_directions_instead_of_transforms(ranks, scale):
+def test_copies_may_get_directions_instead_of_transforms(ranks):
     """As FSDP does it, but for the updates, which every rank has."""
     answers = ranks(live, 3, True, False, "directions")
     shards, copies = (scale.steps(SHAPES, 3, MAX_AGE)[place] for place in (4, 1))
@@ -102,6 +94,6 @@ def test_copies_may_get_directions_instead_of_transforms(ranks, scale):
     assert sum(kept for _, _, kept in answers) == pytest.approx(3 * shards.transforms)
 
 
-def test_every_table_of_the_page_is_the_one_that_is_made(scale):
+def test_every_table_of_the_page_is_the_one_that_is_made():
     page = (ROOT / "docs" / "distributed.md").read_text()
     assert scale.renewed(page, scale.tables()) == page

@@ -1,13 +1,12 @@
 """The study of docs/beyond-the-paper.md: its runs are told apart, and the page has what was measured."""
 
-import importlib.util
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import beyond
 import numpy as np
-import pytest
 
 from cachemuon import CacheGNS, GramNS
 from cachemuon.flops import executed_by, gpt2_shapes
@@ -19,15 +18,7 @@ ROOT = Path(__file__).parents[2]
 MOMENTA = (0.9, 0.95)
 
 
-@pytest.fixture(scope="module")
-def beyond():
-    spec = importlib.util.spec_from_file_location("beyond", ROOT / "benchmarks" / "beyond.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_run_has_a_folder_of_its_own(beyond):
+def test_every_run_has_a_folder_of_its_own():
     found = [
         (task, one)
         for task in beyond.RECIPES
@@ -43,7 +34,7 @@ def test_every_run_has_a_folder_of_its_own(beyond):
     assert "text-cache-lr0.02-m0.9-nesterov-clip0.125-s0" in runs
 
 
-def test_the_search_climbs_to_the_best_it_can_find(beyond, tmp_path, monkeypatch):
+def test_the_search_climbs_to_the_best_it_can_find(tmp_path, monkeypatch):
     """A loss that is a function of the settings, with its minimum off the grid."""
     study, asked = beyond.Study(tmp_path, {"text": tmp_path}, workers=1), []
 
@@ -66,7 +57,7 @@ def test_the_search_climbs_to_the_best_it_can_find(beyond, tmp_path, monkeypatch
     assert len(asked) == len(set(asked)) == sum(map(len, searched.values()))
 
 
-def test_a_study_trains_resumes_and_sums_up(beyond, tmp_path, monkeypatch):
+def test_a_study_trains_resumes_and_sums_up(tmp_path, monkeypatch):
     data = tmp_path / "text"
     data.mkdir()
     for split, size in (("train", 4000), ("val", 2000)):
@@ -106,7 +97,7 @@ def rows():
     return [gram, ours, adam | {"outcomes": {}, "flops": 0, "milliseconds": 0.0}]
 
 
-def test_tables_and_picture_of_a_study(beyond, tmp_path):
+def test_tables_and_picture_of_a_study(tmp_path):
     methods = rows()
     search = [
         {key: row.get(key) for key in ("kind", "lr", "momentum", "nesterov")} | {"loss": 2.0}

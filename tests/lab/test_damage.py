@@ -149,7 +149,7 @@ DAMAGES = {
         lambda folder: (folder / "config.json").write_text(
             (folder / "config.json").read_text().replace('"name": "', '"name": "../../')
         ),
-        "name must be that of a folder, not a path",
+        "holds another run: name is '../../gpt2-nano",
     ),
     "record": (cut("record.jsonl", 0.5), r"record.jsonl is damaged: the checkpoint is of step 2"),
 }
@@ -177,7 +177,6 @@ def test_a_damage_is_told_in_one_line_and_nothing_is_overwritten(stopped, damage
         ("seed=" + "9" * 40, "seed must be from -9007199254740992 to 9007199254740992"),
         ("optimizer.max_age=" + "9" * 30, "optimizer.max_age must be at most"),
         ("batch_size=99999999999999", "there is not enough memory"),
-        ("name=../../elsewhere", "name must be that of a folder, not a path"),
     ],
 )
 def test_a_setting_beyond_all_measure_is_told_in_one_line(tmp_path, setting, words, capsys):
@@ -186,6 +185,15 @@ def test_a_setting_beyond_all_measure_is_told_in_one_line(tmp_path, setting, wor
         main(["train", "gpt2-nano", "--out", str(tmp_path / "run"), *settings])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1 and re.search(words, said), said
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "..", "a\\b"])
+def test_a_name_that_is_a_path_makes_no_folder(tmp_path, name, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "gpt2-nano", "--set", f"name={name}"])
+    assert ended.value.code == 2 and "must be that of a folder under runs, no path" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_laboratorys_packages_the_command_says_what_to_install():

@@ -1,8 +1,8 @@
 """docs/memory.md: what benchmarks/memory.py counts is what optimizers keep."""
 
-import importlib.util
 from pathlib import Path
 
+import memory
 import pytest
 import torch
 from contract.variants import TASKS, every_task, train
@@ -14,21 +14,13 @@ ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def memory():
-    spec = importlib.util.spec_from_file_location("memory", ROOT / "benchmarks" / "memory.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def kept(optimizer):
     return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_task
-def test_what_is_counted_is_what_is_kept(memory, task, dtype):
+def test_what_is_counted_is_what_is_kept(task, dtype):
     for name in memory.optimizers(task.model()):
         model = task.model(dtype=dtype)
         optimizer = memory.optimizers(model)[name]
@@ -37,7 +29,7 @@ def test_what_is_counted_is_what_is_kept(memory, task, dtype):
         assert kept(optimizer) == memory.state_bytes(counted) == memory.state_bytes(optimizer) > 0
 
 
-def test_a_cache_that_rests_is_not_counted(memory):
+def test_a_cache_that_rests_is_not_counted():
     task = TASKS["mlp"]  # too small for a cache
     model = task.model()
     optimizer = CacheMuon(param_groups(model))
@@ -46,7 +38,7 @@ def test_a_cache_that_rests_is_not_counted(memory):
     assert kept(optimizer) == memory.state_bytes(memory.optimizers(model)["Muon"])
 
 
-def test_gpt2_small_has_the_figures_that_were_computed_by_hand(memory):
+def test_gpt2_small_has_the_figures_that_were_computed_by_hand():
     model = memory._meta(memory.MODELS["GPT-2 Small"], torch.float32)
     adamw, muon, cached, halved = (
         memory.state_bytes(optimizer) / MIB for optimizer in memory.optimizers(model).values()
@@ -55,6 +47,6 @@ def test_gpt2_small_has_the_figures_that_were_computed_by_hand(memory):
     assert cached - muon == 48 * 768**2 * 4 / MIB == 2 * (halved - muon)
 
 
-def test_the_table_of_the_page_is_the_one_that_is_made(memory):
+def test_the_table_of_the_page_is_the_one_that_is_made():
     page = (ROOT / "docs" / "memory.md").read_text()
     assert renewed(page, {"states": ("State, MiB", memory.states())}) == page

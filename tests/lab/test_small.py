@@ -1,6 +1,5 @@
 """benchmarks/small.py: the search, interruption, and what it says."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,17 +10,13 @@ import pytest
 
 from cachemuon_lab.record import Run
 
-ROOT = Path(__file__).parents[2]
 TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocabulary=32", "model.context=8")
 
 
 @pytest.fixture
 def small(monkeypatch):
-    spec = importlib.util.spec_from_file_location("small", ROOT / "benchmarks" / "small.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "small", module)  # where its processes look for it
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec.loader.exec_module(module)
+    import small as module
+
     own = ("data.context=8", "batch_size=2", "accumulation=1", "autocast=none", "validation_batches=2")
     monkeypatch.setattr(module, "SETTINGS", (*own, *TINY))
     monkeypatch.setattr(module, "SHORTER", ())

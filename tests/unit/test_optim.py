@@ -285,7 +285,7 @@ def test_a_step_reads_no_tensor_but_the_gates(make, gate_reads, monkeypatch):
         assert tensor_reads == [torch.float32] * gate_reads  # nor the counters, which it knows by heart
 
 
-def test_counters_that_were_loaded_are_read_once(monkeypatch):
+def test_counters_that_were_loaded_are_not_read_by_a_step(monkeypatch):
     def stepped(optimizer, W):
         W.grad = torch.eye(4, 6)
         tensor_reads.clear()
