@@ -192,9 +192,9 @@ class Plan:
 
     @property
     def pays(self) -> bool:
-        """Whether any cache is used, or there is nothing to cache."""
-        policies = [policy for found, _ in self._places.values() for policy in found]
-        return not policies or not all(policy.always_rests for policy in policies)
+        """Whether any cache would pay, if there were room for it; or there is nothing to cache."""
+        guards = [policy.guard for found, _ in self._places.values() for policy in found]
+        return not guards or any(guard is None or not guard.always_rests for guard in guards)
 
     def of(self, param: Tensor) -> tuple[list[Policy], list[int]]:
         """The policy, and `early`, of each matrix of a parameter."""
