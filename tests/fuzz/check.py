@@ -47,9 +47,8 @@ class _Run:
         self.control, self.others = self.made()
         self.steps: list[int] = []  # of each parameter, in which it had a gradient
         self.spoiled: list[list[int]] = []  # of each of its matrices, where that was not finite
-        self.expected: list[Tensor | None] = []  # momentum in float64
-        self.repriced = False
-        self.told = dict.fromkeys(OUTCOMES, 0)
+        self.repriced = False  # outcomes have other prices than when they were counted
+        self.told = dict.fromkeys(OUTCOMES, 0)  # what the last metrics() had counted
         self.grown()
 
     def made(self):
@@ -68,18 +67,14 @@ class _Run:
         }
 
     def grown(self) -> None:
-        for group in self.subject.param_groups:
-            for param in group["params"][: len(self.params)]:
-                known = len(self.steps)
-                if any(param is one for one in self.params[:known]):
-                    continue
-                pieces = len(reading_of(group, param).pieces) if group["use_muon"] else 0
-                self.steps.append(0)
-                self.spoiled.append([0] * pieces)
-                self.expected.append(None)
+        """Begin to count for parameters that are new."""
+        flat = [(group, param) for group in self.subject.param_groups for param in group["params"]]
+        for group, param in flat[len(self.steps) :]:
+            self.steps.append(0)
+            self.spoiled.append([0] * (len(reading_of(group, param).pieces) if group["use_muon"] else 0))
 
     def all(self) -> None:
-        self.look(None)
+        self.look()
         for action in self.case.actions:
             if isinstance(action, Step):
                 self.step(action)
@@ -89,7 +84,7 @@ class _Run:
                 self.move(action.how)
             else:
                 self.add(action)
-        self.look(None)
+        self.look()
         for group in self.subject.param_groups:
             group.pop("differentiable", None)  # torch's own, for groups that a copied optimizer gets
         assert_same(self.subject, self.control)
@@ -155,7 +150,7 @@ class _Run:
                         self.matrices(index, param, grad, old, momenta[index], group, name, events)
                 index += 1
         if step.look:
-            self.look(step)
+            self.look()
 
     def momentum(self, param: Tensor) -> Tensor | None:
         momentum = self.subject.state.get(param, {}).get("momentum_buffer")
@@ -194,7 +189,7 @@ class _Run:
                 found[outcome] += number
         return found
 
-    def look(self, step: Step | None) -> None:
+    def look(self) -> None:
         """Everything that an optimizer tells of itself."""
         stats, events = self.subject.cache_stats(), self.subject.events()
         assert len(self.subject.explain().rows) == len(self.params) and str(self.subject.explain())

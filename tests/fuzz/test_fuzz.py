@@ -11,7 +11,7 @@ PARTS = 10
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_numbered_cases(part):
-    for number in range(10_000 + 20 * part, 10_000 + 20 * (part + 1)):
+    for number in range(10_000 + 15 * part, 10_000 + 15 * (part + 1)):
         try:
             check(case(number))
         except Exception as error:
@@ -19,7 +19,7 @@ def test_numbered_cases(part):
             raise
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_whatever_hypothesis_chooses(random):
     chosen = case(random)
