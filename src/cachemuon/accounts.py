@@ -107,8 +107,8 @@ class Accounts(Optimizer):
         return 0
 
     @abstractmethod
-    def _standing(self, record: Record) -> str:
-        """Whether a matrix is cached, and why not."""
+    def _standings(self, records: list[Record]) -> list[str]:
+        """Whether each matrix is cached, and why not."""
 
     @abstractmethod
     def _settle(self, *, wait: bool = True) -> None:
@@ -220,9 +220,10 @@ class Accounts(Optimizer):
         W     (64, 64)  muon  as given  7.9 MFLOP     -      -  rests: hits alone would save 0% of a step
         """
         rows = []
-        known: dict[int, list[Record]] = {}
-        for record in self._records(unseen=True):
-            known.setdefault(id(record.param), []).append(record)
+        records = list(self._records(unseen=True))
+        known: dict[int, list[tuple[Record, str]]] = {}
+        for record, standing in zip(records, self._standings(records), strict=True):
+            known.setdefault(id(record.param), []).append((record, standing))
         for number, group in enumerate(self.param_groups):
             reasons = group.get("reasons") or ["as given"] * len(group["params"])
             for (name, param), reason in zip(named_params(group, number), reasons, strict=True):
@@ -234,17 +235,19 @@ class Accounts(Optimizer):
                     rows.append(self._explained(name, param, reason, known[id(param)]))
         return Explanation(tuple(rows))
 
-    def _explained(self, name: str, param: Tensor, reason: str, records: list[Record]) -> Explained:
+    def _explained(
+        self, name: str, param: Tensor, reason: str, records: list[tuple[Record, str]]
+    ) -> Explained:
         shape = tuple(param.shape)
         outcomes: Counter[str] = Counter()
         solve = spent = fresh = 0
-        for record in records:
+        for record, _ in records:
             found = outcome_counts(record.counters)
             outcomes.update(found)
             paid, worth = self._balance(record, found)
             solve += self._price_fresh(record.group, param, record.piece)
             spent, fresh = spent + paid, fresh + worth
-        standings = Counter(map(self._standing, records))
+        standings = Counter(standing for _, standing in records)
         told = [text if len(standings) == 1 else f"{number} {text}" for text, number in standings.items()]
         reason = reason if len(records) == 1 else f"{reason}, {len(records)} matrices"
         hits = _share(outcomes["hit"], outcomes.total())

@@ -29,7 +29,7 @@ from .fresh import send
 from .host import Claim, Edits
 from .matrices import Matrix, agreed
 from .ownership import Work
-from .plan import Plan, cache_of, cost_of
+from .plan import Plan, Policy, cache_of, cost_of
 from .polar import GramNS
 from .settings import check_kept, shorthand
 from .stats import AGE, NO_AGE, WAIT, transform_name
@@ -301,19 +301,21 @@ class CacheMuon(MatrixOptimizer):
     def _price_fresh(self, group: dict[str, Any], param: Tensor, piece: Piece) -> int:
         return cost_of(group, param, piece).baseline
 
-    def _standing(self, record: Record) -> str:
+    def _standings(self, records: list[Record]) -> list[str]:
         plan: Plan | None = self._kept.plan  # the ranks' common one, if there has been a step
         if plan is None or not plan.fits(self.param_groups):
             plan = Plan(self.param_groups)
-        policy = plan.of(record.param)[0][record.index]
-        if not policy.fits:
-            return "rests: no room within max_cache_bytes"
-        if policy.guard is not None and policy.guard.always_rests:
-            return f"rests: hits alone would save {max(policy.guard.best, 0) / 1000:.0%} of a step"
-        if wait := record.counters[WAIT]:
-            return f"rests for {wait} steps: its tries cost more than they saved"
-        age = record.counters[AGE]
-        return "no transform yet" if age == NO_AGE else f"transform of age {age}"
+        return [_standing(plan.of(record.param)[0][record.index], record.counters) for record in records]
+
+
+def _standing(policy: Policy, counters: list[int]) -> str:
+    if not policy.fits:
+        return "rests: no room within max_cache_bytes"
+    if policy.guard is not None and policy.guard.always_rests:
+        return f"rests: hits alone would save {max(policy.guard.best, 0) / 1000:.0%} of a step"
+    if wait := counters[WAIT]:
+        return f"rests for {wait} steps: its tries cost more than they saved"
+    return "no transform yet" if counters[AGE] == NO_AGE else f"transform of age {counters[AGE]}"
 
 
 def _as_executed(group: dict[str, Any], outcomes: dict[str, int]) -> dict[str, int]:

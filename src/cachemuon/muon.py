@@ -131,5 +131,5 @@ class Muon(MatrixOptimizer):
     def _price_fresh(self, group: dict[str, Any], param: Tensor, piece: Piece) -> int:
         return self._price(group, param, piece, {"fresh": 1})[0]
 
-    def _standing(self, record: Record) -> str:
-        return "none: Muon solves at every step"
+    def _standings(self, records: list[Record]) -> list[str]:
+        return ["none: Muon solves at every step"] * len(records)

@@ -213,7 +213,7 @@ def process_of(rank, parent):
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the rank's process in /proc")
 def test_a_run_goes_on_after_a_rank_was_killed(ranks, corpus, tmp_path, strategy="fsdp"):
     sets = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=16", "batch_size=2"]
-    sets += ["accumulation=2", "validation_batches=1", "steps=60", "checkpoint_every=5", "validate_every=30"]
+    sets += ["accumulation=2", "validation_batches=1", "steps=150", "checkpoint_every=5", "validate_every=75"]
     sets += [f"data.path={corpus}"]
     arguments = ["gpt2-nano", "--optimizer", "cache", *(w for one in sets for w in ("--set", one))]
     arguments += ["--strategy", strategy]
@@ -228,7 +228,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(ranks, corpus, tmp_path, strategy
     told, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors[-3000:]
     run = Run.open(out)
-    assert run.complete and [line["step"] for line in run.steps] == list(range(1, 61))
+    assert run.complete and [line["step"] for line in run.steps] == list(range(1, 151))
     assert told.count("The run is in") == 1
     ranks(train_on_ranks, 2, run.config, str(tmp_path / "quiet"), strategy, None)
     assert losses(out) == losses(tmp_path / "quiet")
