@@ -50,7 +50,7 @@ def test_runs_stop_in_time_and_go_on(small, data, tmp_path, capfd):
     for row in results["methods"]:
         assert row["steps"] == [2, 4, 6]
         assert row["seconds"] == pytest.approx([step * row["step_seconds"] for step in (2, 4, 6)], abs=0.01)
-        assert 0 < row["optimizer_seconds"] < row["step_seconds"]
+        assert 0 < row["optimizer_seconds"] <= row["step_seconds"]  # both rounded
     small.draw(results, out / "small.png")
     assert (out / "small.png").stat().st_size > 10_000
     cells = small.table(results)
