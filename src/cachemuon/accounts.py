@@ -126,14 +126,8 @@ class Accounts(Optimizer):
         matrices: dict[str, dict[str, Any]] = {}
         totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_here": 0, "flops_paper": 0}
         for record in self._records():
-            where = record.group, record.param, record.piece
             entry, outcomes = summary(record.counters, *record.residuals), outcome_counts(record.counters)
-            executed, entry["flops_paper"] = self._price(*where, outcomes)
-            entry["flops"] = entry["flops_here"] = executed
-            if (home := self._home(record.param)) is not None:
-                copy = self._price_of_copy(*where, outcomes) if home.copied else 0
-                entry["flops"] = executed + (home.party.size - 1) * copy
-                entry["flops_here"] = executed if home.mine(record.index) else copy
+            entry["flops"], entry["flops_here"], entry["flops_paper"] = self._spent(record, outcomes)
             matrices[record.name] = entry
             for key in totals.keys() - {"misses"}:
                 totals[key] += entry[key]
@@ -263,14 +257,23 @@ class Accounts(Optimizer):
             found.setdefault(key, []).append(record)
         return list(found.values())
 
+    def _spent(self, record: Record, outcomes: dict[str, int]) -> tuple[int, int, int]:
+        """The FLOPs of such outcomes: by all ranks that share the matrix, by this one; by the paper's
+        model.
+        """
+        where = record.group, record.param, record.piece
+        executed, paper = self._price(*where, outcomes)
+        if (home := self._home(record.param)) is None:
+            return executed, executed, paper
+        copy = self._price_of_copy(*where, outcomes) if home.copied else 0
+        here = executed if home.mine(record.index) else copy
+        return executed + (home.party.size - 1) * copy, here, paper
+
     def _balance(self, record: Record, outcomes: dict[str, int]) -> tuple[int, int]:
         """The FLOPs of such outcomes, by all ranks that share the matrix; and of fresh solves instead."""
-        where = record.group, record.param, record.piece
-        spent, _ = self._price(*where, outcomes)
-        home = self._home(record.param)
-        if home is not None and home.copied:
-            spent += (home.party.size - 1) * self._price_of_copy(*where, outcomes)
-        return spent, (sum(outcomes.values()) - outcomes["non-finite"]) * self._price_fresh(*where)
+        solves = sum(outcomes.values()) - outcomes["non-finite"]
+        fresh = solves * self._price_fresh(record.group, record.param, record.piece)
+        return self._spent(record, outcomes)[0], fresh
 
     def _counted(self, records: Iterable[Record] | None = None) -> dict[str, list[int]]:
         """How often each outcome was, of each matrix by name."""
@@ -292,9 +295,8 @@ class Accounts(Optimizer):
                 state, pieces = self.state.get(param, {}), reading_of(group, param).pieces
                 rows: Iterable[tuple[list[int], list[float]]]
                 if "counters" in state:
-                    ledgers = self._kept.counters, self._kept.residuals
-                    found = zip(ledgers, ("counters", "residuals"), strict=True)
-                    rows = zip(*(ledger.rows(state[entry]) for ledger, entry in found), strict=True)
+                    counted = self._kept.counters.rows(state["counters"])
+                    rows = zip(counted, self._kept.residuals.rows(state["residuals"]), strict=True)
                 elif unseen and param.numel():
                     rows = [(new_counters(), [math.nan] * len(RESIDUALS))] * len(pieces)
                 else:

@@ -366,6 +366,8 @@ class MatrixOptimizer(Accounts):
 
 
 def _without_gaps(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():  # nearly all are, and this is asked at every step
+        return True
     sides = sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
     )
