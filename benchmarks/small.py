@@ -21,20 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from trainings import Stopped, Trainings, best_of, climb
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -43,7 +39,6 @@ from cachemuon_lab.performance import Cells, renewed
 from cachemuon_lab.recipes import recipe
 from cachemuon_lab.record import Run
 from cachemuon_lab.timing import train_in_turns
-from cachemuon_lab.train import Interrupted, train
 
 KINDS = ("gram", "cache", "jordan")
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, weight_decay=0.1, adam_lr=2e-3)
@@ -54,27 +49,13 @@ SHORTER = ("model.layers=4",)  # in the search
 OFTEN, TIMED = 25, 22  # steps between validations; steps that are timed: two lives of a transform
 
 
-class Stopped(Exception):
-    """Not everything is done yet; what is done is kept."""
-
-
 class Small:
     """The runs of a folder."""
 
     def __init__(
-        self,
-        data: Path,
-        out: Path,
-        steps: int,
-        search: int,
-        *,
-        workers: int = 2,
-        minutes: float = math.inf,
-        kinds: Sequence[str] = KINDS,
+        self, data: Path, trainings: Trainings, steps: int, search: int, *, kinds: Sequence[str] = KINDS
     ) -> None:
-        self.data, self.out, self.steps, self.search = data, out, steps, search
-        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-        self.deadline = time.time() + 60 * minutes
+        self.data, self.trainings, self.steps, self.search = data, trainings, steps, search
         self.kinds = [kind for kind in KINDS if kind in {*FIRST, *kinds}]
 
     def config(self, optimizer: OptimizerConfig, steps: int, settings: Sequence[str] = ()) -> RunConfig:
@@ -87,23 +68,14 @@ class Small:
         return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own, *settings))
 
     def searched(self) -> dict[str, dict[float, float]]:
-        """For both rivals the losses after shorter runs, by learning rate, the best among its neighbours."""
-        losses: dict[str, dict[float, float]] = {kind: {} for kind in FIRST}
-        places: dict[str, Iterable[int]] = dict(FIRST)
-        while wanted := [
-            replace(SHARED, kind=kind, lr=LADDER[place])
-            for kind, found in places.items()
-            for place in found
-            if LADDER[place] not in losses[kind]
-        ]:
-            named = {_name(one, "search"): one for one in wanted}
-            runs = self.train({name: self.config(one, self.search, SHORTER) for name, one in named.items()})
-            for name, one in named.items():
-                losses[one.kind][one.lr] = runs[name].validations[-1]["loss"]
-            for kind, found in losses.items():
-                best = LADDER.index(best_of(found))
-                places[kind] = range(max(best - 1, 0), min(best + 2, len(LADDER)))
-        return {kind: dict(sorted(found.items())) for kind, found in losses.items()}
+        """For both rivals the losses after shorter runs, by learning rate."""
+
+        def losses(wanted: list[tuple[str, float]]) -> list[float]:
+            methods = [replace(SHARED, kind=kind, lr=rate) for kind, rate in wanted]
+            configs = {_name(one, "search"): self.config(one, self.search, SHORTER) for one in methods}
+            return [run.validations[-1]["loss"] for run in self.trainings.run(configs).values()]
+
+        return climb(LADDER, FIRST, losses)
 
     def results(self) -> dict[str, Any]:
         """Train everything, each method at the learning rate that was best, time it, and sum it up."""
@@ -111,8 +83,7 @@ class Small:
         rates = {kind: best_of(searched.get(kind, searched["gram"])) for kind in self.kinds}
         methods = [replace(SHARED, kind=kind, lr=rates[kind]) for kind in self.kinds]
         configs = {_name(one): self.config(one, self.steps) for one in methods}
-        runs = self.train(configs).values()
-        self.pool.shutdown()
+        runs = self.trainings.run(configs).values()
         took = self.times(rates)
         return {
             "searched": searched,
@@ -128,41 +99,9 @@ class Small:
             kind: {key: round(fmean(one[key] for one in took), 3) for key in keys} for kind, took in found
         }
 
-    def train(self, runs: dict[str, RunConfig]) -> dict[str, Run]:
-        """All of them, so many at a time, each in a process with one thread."""
-        folders = [self.out / name for name in runs]
-        try:
-            done = list(self.pool.map(partial(finished, deadline=self.deadline), runs.values(), folders))
-        except KeyboardInterrupt:  # each run has noted it too, and ends with a checkpoint
-            self.pool.shutdown(cancel_futures=True)
-            raise Stopped from None
-        if not all(done):
-            raise Stopped
-        return {name: Run.open(folder) for name, folder in zip(runs, folders, strict=True)}
-
-
-def finished(config: RunConfig, folder: Path, *, deadline: float) -> bool:
-    """Train until the end, or until that time of day; whether it came to the end."""
-
-    def show(at: dict[str, Any]) -> None:
-        if at["step"] % OFTEN == 0 or at["step"] == at["steps"]:
-            told = f"{at['step']} of {at['steps']} steps, {at['seconds_per_step']:.1f} s each"
-            print(f"{folder.name}: {told}, loss {at['validation']:.4f}", flush=True)
-
-    try:
-        train(config, folder, resume=True, on_progress=show, stop=lambda: time.time() > deadline)
-    except Interrupted:
-        return False
-    return True
-
 
 def _name(optimizer: OptimizerConfig, *before: str) -> str:
     return "-".join([*before, optimizer.kind, f"{optimizer.lr:g}"])
-
-
-def best_of(losses: dict[float, float]) -> float:
-    """The learning rate with the lowest loss."""
-    return min(losses, key=lambda rate: losses[rate])
 
 
 def summary(run: Run, took: dict[str, float]) -> dict[str, Any]:
@@ -253,8 +192,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's table")
     parser.add_argument("--times", action="store_true", help="measure the times of steps, and nothing else")
     args = parser.parse_args()
-    told = {"workers": args.workers, "minutes": args.minutes, "kinds": args.methods}
-    small = Small(args.data, args.out, args.steps, args.search, **told)
+    trainings = Trainings(args.out, workers=args.workers, minutes=args.minutes)
+    small = Small(args.data, trainings, args.steps, args.search, kinds=args.methods)
     if args.times:
         made = {"times": ("Times", table_of_times(small.times(dict.fromkeys(KINDS, SHARED.lr))))}
     else:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from trainings import Stopped, Trainings, best_of
 
 from cachemuon_lab.record import Run
 
@@ -36,11 +37,11 @@ def data(tmp_path):
 
 def test_runs_stop_in_time_and_go_on(small, data, tmp_path, capfd):
     out = tmp_path / "out"
-    with pytest.raises(small.Stopped):
-        small.Small(data, out, steps=6, search=3, workers=1, minutes=0).results()
+    with pytest.raises(Stopped):
+        small.Small(data, Trainings(out, workers=1, minutes=0), steps=6, search=3).results()
     first = Run.open(out / "search-gram-0.01")
     assert [line["step"] for line in first.steps] == [1] and not first.complete
-    results = small.Small(data, out, steps=6, search=3).results()
+    results = small.Small(data, Trainings(out), steps=6, search=3).results()
     assert [row["kind"] for row in results["methods"]] == list(small.KINDS)
     rates = {row["kind"]: row["lr"] for row in results["methods"]}
     assert rates["jordan"] == rates["gram"]
@@ -63,19 +64,19 @@ def test_the_search_climbs_until_a_rate_is_worse(small, monkeypatch):
     monkeypatch.setattr(small, "FIRST", {"gram": (2, 3), "cache": (4, 5)})
     tried = []
 
-    def trained(self, runs):
-        tried.append([(config.optimizer.kind, config.optimizer.lr) for config in runs.values()])
+    def trained(self, configs):
+        tried.append([(config.optimizer.kind, config.optimizer.lr) for config in configs.values()])
         return {
             name: SimpleNamespace(validations=[{"loss": losses[config.optimizer.lr]}])
-            for name, config in runs.items()
+            for name, config in configs.items()
         }
 
-    monkeypatch.setattr(small.Small, "train", trained)
-    found = small.Small(Path(), Path(), steps=2, search=2).searched()
+    monkeypatch.setattr(Trainings, "run", trained)
+    found = small.Small(Path(), Trainings(Path()), steps=2, search=2).searched()
     gram, cache = (("gram", rate) for rate in (0.02, 0.04, 0.08, 0.16)), (("cache", r) for r in (0.08, 0.16))
     rates = [*gram], [*cache]
     assert tried == [[*rates[0][:2], *rates[1]], [rates[0][2], ("cache", 0.04)], [rates[0][3]]]
-    assert list(found["gram"]) == [0.02, 0.04, 0.08, 0.16] and small.best_of(found["gram"]) == 0.08
+    assert list(found["gram"]) == [0.02, 0.04, 0.08, 0.16] and best_of(found["gram"]) == 0.08
 
 
 def test_the_time_to_a_loss_lies_between_two_validations(small):

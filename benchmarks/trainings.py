@@ -1,0 +1,98 @@
+"""What the longer benchmarks share: many trainings in one folder, and a search for learning rates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cachemuon_lab.config import RunConfig
+from cachemuon_lab.record import Run
+from cachemuon_lab.train import Interrupted, train
+
+OFTEN = 60.0  # seconds between two lines of a run
+
+
+class Stopped(Exception):
+    """Not everything is done yet; what is done is kept."""
+
+
+class Trainings:
+    """The runs of a folder: so many at a time, each in a process with one thread.
+
+    Finished ones are read, unfinished ones go on. Ctrl-C, or the end of `minutes`, stops all at their next
+    step.
+    """
+
+    def __init__(self, out: Path, *, workers: int = 2, minutes: float = math.inf) -> None:
+        self.out, self.deadline = out, time.time() + 60 * minutes
+        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+
+    def run(self, configs: Mapping[str, RunConfig]) -> dict[str, Run]:
+        """Train all of them, each in the folder of its name."""
+        folders = [self.out / name for name in configs]
+        try:
+            done = list(self.pool.map(partial(_finished, deadline=self.deadline), configs.values(), folders))
+        except KeyboardInterrupt:  # each run has noted it too, and ends with a checkpoint
+            self.pool.shutdown(cancel_futures=True)
+            raise Stopped from None
+        if not all(done):
+            raise Stopped
+        return {name: Run.open(folder) for name, folder in zip(configs, folders, strict=True)}
+
+
+def _finished(config: RunConfig, folder: Path, *, deadline: float) -> bool:
+    """Train until the end, or until that time of day; whether it came to the end."""
+    told = time.time()
+
+    def show(at: dict[str, Any]) -> None:
+        nonlocal told
+        if at["step"] == at["steps"] or time.time() > told + OFTEN:
+            told = time.time()
+            seen = "" if at["validation"] is None else f", validation loss {at['validation']:.4f}"
+            steps = f"{at['step']} of {at['steps']} steps, {at['seconds_per_step']:.2g} s each"
+            print(f"{folder.name}: {steps}{seen}", flush=True)
+
+    try:
+        train(config, folder, resume=True, on_progress=show, stop=lambda: time.time() > deadline)
+    except Interrupted:
+        return False
+    return True
+
+
+def climb(
+    ladder: Sequence[float],
+    first: Mapping[str, Iterable[int]],
+    losses_of: Callable[[list[tuple[str, float]]], Iterable[float]],
+) -> dict[str, dict[float, float]]:
+    """For each kind its losses by learning rate, of which the lowest has worse ones on both sides.
+
+    Or is at an end of the ladder. The search begins at the places `first`; `losses_of` trains several kinds
+    with a rate each.
+    """
+    losses: dict[str, dict[float, float]] = {kind: {} for kind in first}
+    places = dict(first)
+    while wanted := [
+        (kind, ladder[place])
+        for kind, found in places.items()
+        for place in found
+        if ladder[place] not in losses[kind]
+    ]:
+        for (kind, rate), loss in zip(wanted, losses_of(wanted), strict=True):
+            losses[kind][rate] = loss
+        for kind, found in losses.items():
+            best = ladder.index(best_of(found))
+            places[kind] = range(max(best - 1, 0), min(best + 2, len(ladder)))
+    return {kind: dict(sorted(found.items())) for kind, found in losses.items()}
+
+
+def best_of(losses: Mapping[float, float]) -> float:
+    """The learning rate with the lowest loss."""
+    return min(losses, key=lambda rate: losses[rate])
