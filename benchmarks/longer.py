@@ -25,7 +25,7 @@ import numpy as np
 from beyond import RIVALS, best_fresh, summary
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from trainings import Stopped, Trainings, best_of, climb
+from trainings import Stopped, Trainings, best_of, climb, searched_table
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -99,16 +99,6 @@ def methods_table(results: dict[str, Any]) -> Cells:
     return cells
 
 
-def search_table(results: dict[str, Any]) -> Cells:
-    """Losses with seed 0, a column for each learning rate."""
-    searched = results["searched"]
-    rates = sorted({rate for found in searched.values() for rate in found})
-    cells = [["", *(f"{rate:g}" for rate in rates)]]
-    for kind, found in searched.items():
-        cells.append([LABELS[kind], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
-    return cells
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """Mean validation loss of the seeds against steps."""
     with rc_context(drawing.STYLE):
@@ -146,7 +136,7 @@ def main() -> None:
     draw(results, args.out / "longer.png")
     made = {
         "longer": ("2,000 steps", methods_table(results)),
-        "longer_search": ("2,000 steps: search", search_table(results)),
+        "longer_search": ("2,000 steps: search", searched_table(results["searched"])),
     }
     for _, cells in made.values():
         print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from trainings import Stopped, Trainings, best_of, climb
+from trainings import Stopped, Trainings, best_of, climb, searched_table
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -88,6 +88,7 @@ class Small:
         return {
             "searched": searched,
             "methods": [summary(run, took[run.config.optimizer.kind]) for run in runs],
+            "times": took,
         }
 
     def times(self, rates: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -204,7 +205,11 @@ def main() -> None:
             return
         (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, args.out / "small.png")
-        made = {"small": ("GPT-2 Small", table(results))}
+        made = {
+            "small": ("GPT-2 Small", table(results)),
+            "small_search": ("GPT-2 Small: search", searched_table(results["searched"])),
+            "times": ("Times", table_of_times(results["times"])),
+        }
     for _, cells in made.values():
         print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))
     if args.page is not None:

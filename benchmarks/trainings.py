@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from cachemuon_lab.config import RunConfig
+from cachemuon_lab.config import LABELS, RunConfig
+from cachemuon_lab.performance import Cells
 from cachemuon_lab.record import Run
 from cachemuon_lab.train import Interrupted, train
 
@@ -96,3 +97,12 @@ def climb(
 def best_of(losses: Mapping[float, float]) -> float:
     """The learning rate with the lowest loss."""
     return min(losses, key=lambda rate: losses[rate])
+
+
+def searched_table(searched: Mapping[str, Mapping[float, float]]) -> Cells:
+    """What `climb` found: a row for each kind, a column for each learning rate."""
+    rates = sorted({rate for found in searched.values() for rate in found})
+    cells = [["", *(f"{rate:g}" for rate in rates)]]
+    for kind, found in searched.items():
+        cells.append([LABELS[kind], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
+    return cells

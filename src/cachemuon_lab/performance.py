@@ -56,17 +56,22 @@ def to_markdown(cells: Cells) -> str:
 
 
 def renewed(text: str, made: Mapping[str, tuple[str, Cells]]) -> str:
-    """A Markdown page whose tables, each between `<!-- table NAME -->` and `<!-- end -->`, are new.
+    """A Markdown page with new tables, each between `<!-- table NAME -->` and `<!-- end -->`.
+
+    Those of other names stay: a page may have tables of several commands.
 
     >>> page = "<!-- table share -->old<!-- end -->"
     >>> renewed(page, {"share": ("Title", [["what", "share"], ["model", "90%"]])}).splitlines()[4]
     '| model | 90% |'
     """
+    asked = re.findall(r"<!-- table (\w+) -->", text)
+    if not made.keys() & asked:
+        raise ValueError(f"the page asks for the tables {asked}, there are: {', '.join(made)}")
 
     def table(found: re.Match[str]) -> str:
         name = found.group(1)
         if name not in made:
-            raise ValueError(f"the page asks for a table {name!r}, there are: {', '.join(made)}")
+            return found.group()
         return f"<!-- table {name} -->\n\n{to_markdown(made[name][1])}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)

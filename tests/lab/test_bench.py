@@ -77,8 +77,10 @@ def test_a_page_gets_its_tables_renewed(results):
     new = renewed(old, made)
     assert to_markdown(made["worst"][1]) in new and to_markdown(made["size"][1]) in new
     assert "old" not in new and "\nwords\n" in new and renewed(new, made) == new
-    with pytest.raises(ValueError, match="asks for a table 'tea'"):
-        renewed("<!-- table tea --><!-- end -->", made)
+    tea = "<!-- table tea -->green<!-- end -->"
+    assert renewed(old + tea, made) == new + tea  # another command's
+    with pytest.raises(ValueError, match=r"asks for the tables \['tea'\]"):
+        renewed(tea, made)
 
 
 def test_the_contenders_take_turns():

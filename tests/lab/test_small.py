@@ -89,13 +89,13 @@ def test_the_time_to_a_loss_lies_between_two_validations(small):
 
 def test_the_command_writes_its_results(small, data, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
-    page.write_text("<!-- table small -->\n<!-- end -->\n")
+    page.write_text("".join(f"<!-- table {name} -->\n<!-- end -->\n" for name in ("small", "small_search")))
     out = tmp_path / "out"
     told = ["--data", data, "--out", out, "--steps", 2, "--search", 2, "--workers", 1, "--page", page]
     monkeypatch.setattr(sys, "argv", ["small.py", *map(str, told)])
     small.main()
     assert len(json.loads((out / "small.json").read_text())["methods"]) == 3
-    assert "| GramMuon |" in page.read_text()
+    assert page.read_text().count("| GramMuon |") == 2 and "| 0.01 | 0.02 |" in page.read_text()
 
 
 def test_times_alone(small, data, tmp_path, monkeypatch, capsys):
