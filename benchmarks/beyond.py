@@ -23,7 +23,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, mean, stdev
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from trainings import Stopped, Trainings
+from trainings import Stopped, Trainings, add_arguments
 
 from cachemuon import CacheGNS, GramNS
 from cachemuon.flops import GPT2_SMALL, executed_by
@@ -302,7 +302,7 @@ def _methods(rows: list[dict[str, Any]]) -> Cells:
                 f"{mean(apart):+.4f} ± {standard_error(apart):.4f}" if row is not best else "",
                 f"{max(apart):+.4f}" if row is not best else "",
                 *([f"{mean(row['accuracies']):.1%}"] if images else []),
-                _hits(row),
+                hits(row),
                 f"{row['flops'] / gram['flops']:.0%}" if muon else "",
                 *([] if images else [f"{share:.0%}" if share is not None else ""]),
                 f"{row['milliseconds'] / gram['milliseconds']:.0%}" if muon else "",
@@ -332,7 +332,7 @@ def _ablations(rows: list[dict[str, Any]]) -> Cells:
     for row in rows:
         share = f"{row['flops'] / gram['flops']:.0%}"
         told = row["changed"].removeprefix("optimizer.") or "unchanged"
-        cells.append([told, LABELS[row["kind"]], f"{row['losses'][0]:.4f}", _hits(row), share])
+        cells.append([told, LABELS[row["kind"]], f"{row['losses'][0]:.4f}", hits(row), share])
     return cells
 
 
@@ -342,7 +342,8 @@ def _settings(row: dict[str, Any]) -> str:
     return ", ".join([f"{row['momentum']:g}", *["Nesterov"] * row["nesterov"], *clip])
 
 
-def _hits(row: dict[str, Any]) -> str:
+def hits(row: dict[str, Any]) -> str:
+    """The share of hits, where there can be any."""
     if row["kind"] not in (*CACHING, "stale"):
         return ""
     return f"{row['outcomes'].get('hit', 0) / sum(row['outcomes'].values()):.0%}"
@@ -394,15 +395,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, metavar="DIR", help="train.bin and val.bin of bytes")
     parser.add_argument("--vocabulary", type=Path, metavar="DIR", help="the text is in these GPT-2 tokens")
     parser.add_argument("--images", type=Path, metavar="DIR", help="CIFAR-10's binary files")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/beyond"))
     parser.add_argument(
         "--methods", nargs="*", choices=KINDS, default=KINDS, help=f"beside {', '.join(RIVALS)}"
     )
-    parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
-    parser.add_argument(
-        "--minutes", type=float, metavar="N", default=inf, help="stop after so long; call again to go on"
-    )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
+    add_arguments(parser, "runs/beyond")
     args = parser.parse_args()
     data = {task: path for task, path in (("text", args.text), ("images", args.images)) if path is not None}
     if not data:
@@ -412,8 +408,8 @@ def main() -> None:
     trainings = Trainings(args.out, workers=args.workers, minutes=args.minutes)
     try:
         results = Study(trainings, data, args.methods).results()
-    except Stopped:
-        print(f"stopped; the same command goes on with the runs in {args.out}")
+    except Stopped as stopped:
+        print(stopped)
         return
     (args.out / "beyond.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "beyond.png")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +21,15 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from beyond import RIVALS, best_fresh, summary
+from beyond import RIVALS, best_fresh, hits, summary
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from trainings import Stopped, Trainings, best_of, climb, searched_table
+from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
-from cachemuon_lab.performance import Cells, renewed
+from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
 
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, adam_lr=2e-3)
@@ -47,7 +46,7 @@ class Longer:
         self, data: Path, trainings: Trainings, steps: int, *, kinds: Sequence[str] = RIVALS
     ) -> None:
         self.data, self.trainings, self.steps = data, trainings, steps
-        self.kinds = [kind for kind in RIVALS if kind in kinds]
+        self.kinds = [kind for kind in RIVALS if kind in {"gram", *kinds}]
 
     def config(self, kind: str, rate: float, seed: int) -> RunConfig:
         own = (f"data.path={self.data}", f"steps={self.steps}", f"seed={seed}")
@@ -84,7 +83,6 @@ def methods_table(results: dict[str, Any]) -> Cells:
     cells = [["", "lr", "loss", "of each seed", "to the best fresh", "hits", "FLOPs"]]
     for row in rows:
         apart = [one - other for one, other in zip(row["losses"], best["losses"], strict=True)]
-        calls = sum(row["outcomes"].values())
         cells.append(
             [
                 LABELS[row["kind"]],
@@ -92,7 +90,7 @@ def methods_table(results: dict[str, Any]) -> Cells:
                 f"{mean(row['losses']):.4f}",
                 ", ".join(f"{loss:.4f}" for loss in row["losses"]),
                 "" if row is best else ", ".join(f"{one:+.4f}" for one in apart),
-                f"{row['outcomes'].get('hit', 0) / calls:.0%}" if row["kind"] == "cache" else "",
+                hits(row),
                 f"{row['flops'] / gram['flops']:.0%}",
             ]
         )
@@ -117,20 +115,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, metavar="DIR", required=True, help="train.bin, val.bin of bytes")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/longer"))
     parser.add_argument("--steps", type=int, metavar="N", default=2000)
-    parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
-    parser.add_argument("--methods", nargs="*", choices=RIVALS, default=RIVALS)
-    parser.add_argument(
-        "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
-    )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
+    parser.add_argument("--methods", nargs="*", choices=RIVALS, default=RIVALS, help="beside gram")
+    add_arguments(parser, "runs/longer")
     args = parser.parse_args()
     trainings = Trainings(args.out, workers=args.workers, minutes=args.minutes)
     try:
         results = Longer(args.text, trainings, args.steps, kinds=args.methods).results()
-    except Stopped:
-        print(f"stopped; the same command goes on with the runs in {args.out}")
+    except Stopped as stopped:
+        print(stopped)
         return
     (args.out / "longer.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "longer.png")
@@ -138,10 +131,7 @@ def main() -> None:
         "longer": ("2,000 steps", methods_table(results)),
         "longer_search": ("2,000 steps: search", searched_table(results["searched"])),
     }
-    for _, cells in made.values():
-        print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))
-    if args.page is not None:
-        args.page.write_text(renewed(args.page.read_text(), made))
+    tell(made, args.page)
 
 
 if __name__ == "__main__":

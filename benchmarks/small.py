@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,12 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from trainings import Stopped, Trainings, best_of, climb, searched_table
+from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
-from cachemuon_lab.performance import Cells, renewed
+from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
 from cachemuon_lab.record import Run
 from cachemuon_lab.timing import train_in_turns
@@ -182,15 +181,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, metavar="DIR", required=True, help="GPT-2's tokens")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/small"))
     parser.add_argument("--steps", type=int, metavar="N", default=250)
     parser.add_argument("--search", type=int, metavar="N", default=100, help="steps of the shorter runs")
-    parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
     parser.add_argument("--methods", nargs="*", choices=KINDS, default=KINDS, help="beside gram and cache")
-    parser.add_argument(
-        "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
-    )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's table")
+    add_arguments(parser, "runs/small")
     parser.add_argument("--times", action="store_true", help="measure the times of steps, and nothing else")
     args = parser.parse_args()
     trainings = Trainings(args.out, workers=args.workers, minutes=args.minutes)
@@ -200,8 +194,8 @@ def main() -> None:
     else:
         try:
             results = small.results()
-        except Stopped:
-            print(f"stopped; the same command goes on with the runs in {args.out}")
+        except Stopped as stopped:
+            print(stopped)
             return
         (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, args.out / "small.png")
@@ -210,10 +204,7 @@ def main() -> None:
             "small_search": ("GPT-2 Small: search", searched_table(results["searched"])),
             "times": ("Times", table_of_times(results["times"])),
         }
-    for _, cells in made.values():
-        print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))
-    if args.page is not None:
-        args.page.write_text(renewed(args.page.read_text(), made))
+    tell(made, args.page)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the longer benchmarks share: many trainings in one folder, and a search for learning rates."""
+"""What the longer benchmarks share: many trainings in one folder, a search for learning rates, a command."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from cachemuon_lab.config import LABELS, RunConfig
-from cachemuon_lab.performance import Cells
+from cachemuon_lab.performance import Cells, renewed
 from cachemuon_lab.record import Run
 from cachemuon_lab.train import Interrupted, train
 
@@ -23,6 +24,9 @@ OFTEN = 60.0  # seconds between two lines of a run
 
 class Stopped(Exception):
     """Not everything is done yet; what is done is kept."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(f"stopped; the same command goes on with the runs in {out}")
 
 
 class Trainings:
@@ -43,9 +47,9 @@ class Trainings:
             done = list(self.pool.map(partial(_finished, deadline=self.deadline), configs.values(), folders))
         except KeyboardInterrupt:  # each run has noted it too, and ends with a checkpoint
             self.pool.shutdown(cancel_futures=True)
-            raise Stopped from None
+            raise Stopped(self.out) from None
         if not all(done):
-            raise Stopped
+            raise Stopped(self.out)
         return {name: Run.open(folder) for name, folder in zip(configs, folders, strict=True)}
 
 
@@ -106,3 +110,21 @@ def searched_table(searched: Mapping[str, Mapping[float, float]]) -> Cells:
     for kind, found in searched.items():
         cells.append([LABELS[kind], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
     return cells
+
+
+def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """Where the runs are, how many go at a time, for how long, and the page whose tables are renewed."""
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path(out))
+    parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
+
+
+def tell(made: Mapping[str, tuple[str, Cells]], page: Path | None) -> None:
+    """Print tables, and write them into the page, if there is one."""
+    for _, cells in made.values():
+        print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))
+    if page is not None:
+        page.write_text(renewed(page.read_text(), made))
