@@ -1,10 +1,12 @@
-"""A longer training: 2,000 steps of 16 x 128 bytes at width 256, CacheMuon beside the fresh Muons.
+"""A longer training: 2,000 steps of 16 x 128 bytes at width 256, CacheMuon beside the best fresh Muon.
 
-    python benchmarks/longer.py --text DIR [--out runs/longer] [--steps 2000] [--workers 2] [--page FILE]
+    python benchmarks/longer.py --text DIR [--out runs/longer] [--steps 2000] [--search 500] [--ledger FILE]
 
 `DIR` has `train.bin` and `val.bin` with bytes as uint16, as for `beyond.py`, whose model and momentum it has.
-The learning rate of each method is chosen with seed 0 by runs of the whole length: two rates, and from the
-better one on the next of a ladder until that is worse. Then each is trained with two other seeds.
+The learning rate of each method is chosen with seed 0 by shorter runs: two rates, and from the better one on
+the next of a ladder until that is worse. Then CacheMuon and the fresh Muon that was best in that are trained
+at the whole length with another seed, at that rate and, since longer runs want smaller ones, at half of it;
+and at the better of the two with a second seed.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `longer.json` and `longer.png`, and with `--page` the tables of that page.
@@ -14,17 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
-from beyond import RIVALS, best_fresh, hits, summary
+from beyond import FRESH, best_fresh, hits, summary
+from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell
+from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell, trainings_of
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -34,55 +36,73 @@ from cachemuon_lab.recipes import recipe
 
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, adam_lr=2e-3)
 LADDER = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-FIRST = {"gram": (2, 3), "jordan": (2, 3), "cache": (3, 4)}  # where on it the searches begin
+FIRST = {"gram": (3, 4), "jordan": (3, 4), "cache": (4, 5)}  # where on it the searches begin
+PARTS = (1.0, 0.5)  # of the best rate of the shorter runs
 TUNING, SEEDS = 0, (1, 2)
+Method = tuple[str, float]  # a kind of optimizer and its learning rate
 SETTINGS = ("batch_size=16", "validate_every=100", "checkpoint_every=100")
 
 
 class Longer:
     """The runs of a folder."""
 
-    def __init__(
-        self, data: Path, trainings: Trainings, steps: int, *, kinds: Sequence[str] = RIVALS
-    ) -> None:
-        self.data, self.trainings, self.steps = data, trainings, steps
-        self.kinds = [kind for kind in RIVALS if kind in {"gram", *kinds}]
+    def __init__(self, data: Path, trainings: Trainings, steps: int, search: int) -> None:
+        self.data, self.trainings, self.steps, self.search = data, trainings, steps, search
 
-    def config(self, kind: str, rate: float, seed: int) -> RunConfig:
-        own = (f"data.path={self.data}", f"steps={self.steps}", f"seed={seed}")
+    def config(self, kind: str, rate: float, seed: int, steps: int) -> RunConfig:
+        own = (f"data.path={self.data}", f"steps={steps}", f"seed={seed}")
         return configure(recipe("gpt2-mini"), replace(SHARED, kind=kind, lr=rate), (*SETTINGS, *own))
 
     def results(self) -> dict[str, Any]:
-        """Search, train each method at its best learning rate with other seeds, and sum it up."""
+        """Search, train the two with other seeds, and sum it up."""
+        spent: dict[str, float] = {}
 
         def losses(wanted: list[tuple[str, float]]) -> list[float]:
-            configs = {_name(*one, TUNING): self.config(*one, TUNING) for one in wanted}
-            return [run.validations[-1]["loss"] for run in self.trainings.run(configs).values()]
+            configs = {
+                _name("search", *one, TUNING): self.config(*one, TUNING, self.search) for one in wanted
+            }
+            done = self.trainings.run(configs).values()
+            spent.update({kind: run.flops or 0 for (kind, _), run in zip(wanted, done, strict=True)})
+            return [run.loss for run in done]
 
-        searched = climb(LADDER, {kind: FIRST[kind] for kind in self.kinds}, losses)
-        wanted = [(kind, best_of(searched[kind]), seed) for kind in self.kinds for seed in SEEDS]
-        runs = self.trainings.run({_name(*one): self.config(*one) for one in wanted})
+        searched = climb(LADDER, FIRST, losses)
+        fresh = min(FRESH, key=lambda kind: min(searched[kind].values()))
+        rates = {kind: best_of(searched[kind]) for kind in (fresh, "cache")}
+        tried = [(kind, rate * part) for kind, rate in rates.items() for part in PARTS]
+        first = self._trained(tried, SEEDS[0])
+        best = [
+            min((one for one in tried if one[0] == kind), key=lambda one: first[one].loss) for kind in rates
+        ]
+        of_seeds = [first, *(self._trained(best, seed) for seed in SEEDS[1:])]
         methods = []
-        for kind in self.kinds:
-            own = [runs[_name(*one)] for one in wanted if one[0] == kind]
+        for kind, rate in tried:
+            own = [runs[kind, rate] for runs in of_seeds if (kind, rate) in runs]
             lines = [[line["loss"] for line in run.validations] for run in own]
             curve = [round(mean(at), 4) for at in zip(*lines, strict=True)]
             steps = [line["step"] for line in own[0].validations]
-            methods.append(summary(own) | {"steps": steps, "curve": curve})
-        return {"searched": searched, "methods": methods}
+            row = summary(replace(SHARED, kind=kind, lr=rate), own)
+            methods.append(row | {"steps": steps, "curve": curve})
+        gram = spent["gram"] / self.search * self.steps  # the same at every step
+        return {"searched": searched, "methods": methods, "gram_flops": gram}
+
+    def _trained(self, methods: list[Method], seed: int) -> dict[Method, Finished]:
+        names = {one: _name(*one, seed) for one in methods}
+        done = self.trainings.run({name: self.config(*one, seed, self.steps) for one, name in names.items()})
+        return {one: done[name] for one, name in names.items()}
 
 
-def _name(kind: str, rate: float, seed: int) -> str:
-    return f"{kind}-{rate:g}-s{seed}"
+def _name(*parts: object) -> str:
+    *told, seed = [f"{part:g}" if isinstance(part, float) else str(part) for part in parts]
+    return "-".join([*told, f"s{seed}"])
 
 
 def methods_table(results: dict[str, Any]) -> Cells:
-    """A row for each method; differences are seed by seed, FLOPs of GramMuon's."""
+    """A row for each method and rate; differences are seed by seed, FLOPs of GramMuon's."""
     rows = results["methods"]
-    best, gram = best_fresh(rows), next(row for row in rows if row["kind"] == "gram")
+    best = best_fresh([row for row in rows if len(row["losses"]) == len(SEEDS)])
     cells = [["", "lr", "loss", "of each seed", "to the best fresh", "hits", "FLOPs"]]
     for row in rows:
-        apart = [one - other for one, other in zip(row["losses"], best["losses"], strict=True)]
+        apart = [one - other for one, other in zip(row["losses"], best["losses"], strict=False)]
         cells.append(
             [
                 LABELS[row["kind"]],
@@ -91,10 +111,18 @@ def methods_table(results: dict[str, Any]) -> Cells:
                 ", ".join(f"{loss:.4f}" for loss in row["losses"]),
                 "" if row is best else ", ".join(f"{one:+.4f}" for one in apart),
                 hits(row),
-                f"{row['flops'] / gram['flops']:.0%}",
+                f"{row['flops'] / results['gram_flops']:.0%}",
             ]
         )
     return cells
+
+
+def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
+    """A title and the cells of each table, for the page."""
+    return {
+        "longer": ("Longer trainings", methods_table(results)),
+        "longer_search": ("Longer trainings: search", searched_table(results["searched"])),
+    }
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -102,11 +130,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     with rc_context(drawing.STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         ax = figure.subplots()
-        for row in results["methods"]:
+        rows = [row for row in results["methods"] if len(row["losses"]) == len(SEEDS)]
+        for row in rows:
             tint = drawing.colour(OptimizerConfig(row["kind"]))
             ax.plot(row["steps"], row["curve"], color=tint, label=f"{LABELS[row['kind']]}, lr {row['lr']:g}")
-        worst = max(row["curve"][len(row["curve"]) // 5] for row in results["methods"])
-        lowest = min(np.min(row["curve"]) for row in results["methods"])
+        worst = max(row["curve"][len(row["curve"]) // 5] for row in rows)
+        lowest = min(np.min(row["curve"]) for row in rows)
         ax.set(xlabel="step", ylabel="validation loss", ylim=(lowest - 0.05, worst + 0.05))
         ax.legend()
         drawing.save(figure, path)
@@ -116,22 +145,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, metavar="DIR", required=True, help="train.bin, val.bin of bytes")
     parser.add_argument("--steps", type=int, metavar="N", default=2000)
-    parser.add_argument("--methods", nargs="*", choices=RIVALS, default=RIVALS, help="beside gram")
+    parser.add_argument("--search", type=int, metavar="N", default=500, help="steps of the shorter runs")
     add_arguments(parser, "runs/longer")
     args = parser.parse_args()
-    trainings = Trainings(args.out, workers=args.workers, minutes=args.minutes)
     try:
-        results = Longer(args.text, trainings, args.steps, kinds=args.methods).results()
+        results = Longer(args.text, trainings_of(args), args.steps, args.search).results()
     except Stopped as stopped:
         print(stopped)
         return
     (args.out / "longer.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "longer.png")
-    made = {
-        "longer": ("2,000 steps", methods_table(results)),
-        "longer_search": ("2,000 steps: search", searched_table(results["searched"])),
-    }
-    tell(made, args.page)
+    tell(tables(results), args.page)
 
 
 if __name__ == "__main__":

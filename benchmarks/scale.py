@@ -59,7 +59,8 @@ class Step(NamedTuple):
 
 
 def steps(shapes: Sequence[Shape], ranks: int, max_age: int = MAX_AGE) -> list[Step]:
-    """Of five ways to take it, for matrices n x m with n <= m, whose sides the ranks divide."""
+    """Of five ways to take it, for matrices whose sides the ranks divide; n is the smaller side of each."""
+    shapes = [(min(shape), max(shape)) for shape in shapes]
     found = costs(shapes)
     numbers = sum(n * m for n, m in shapes)
     squares = ITEM * sum(n * n for n, _ in shapes)
@@ -118,9 +119,9 @@ def mean_load(loads: Sequence[tuple[int, int]], ranks: int, life: int) -> float:
 
 def small_bytes(params: int, matrices: int, *, copies: bool) -> int:
     """What a rank gives to the collectives of a step that carry no matrices: which parameters have gradients,
-    which gradients are finite, and residuals.
+    whether a rank has anything new, which gradients are finite, and residuals.
     """
-    return ITEM * (params + matrices + (matrices if copies else 2 * matrices))
+    return ITEM * (1 + params + matrices + (matrices if copies else 2 * matrices))
 
 
 def columns(n: int, m: int, ranks: int, max_age: int = MAX_AGE) -> tuple[float, float]:

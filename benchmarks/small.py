@@ -4,13 +4,12 @@
 
 `DIR` has `train.bin` and `val.bin` in GPT-2's tokens. Three optimizers: CacheMuon, the best fresh Muon
 (GramMuon with Nesterov's momentum), and torch.optim.Muon's mathematics in float32 (its quintic, iterated on
-the matrices themselves). First the learning rate of the first two is chosen by the loss after a shorter run
-of four of the twelve blocks: two rates, and from the better one on the next of a ladder until that is worse;
-the third has GramMuon's. Momentum is the one that was best for both at width 256 in as many steps
-(docs/beyond-the-paper.md). Then all are trained for `--steps` steps of 4 x 256 tokens. A run has one thread,
-and `--workers` of them go at a time: losses do not depend on that. Times are measured apart, at the end, when
-nothing else should run: whole training steps of all three on all threads, in turns. `--times` measures these
-alone.
+the matrices themselves). First the learning rate of each is chosen by the loss after a shorter run of four of
+the twelve blocks: two rates, and from the better one on the next of a ladder until that is worse. Momentum is
+the one that was best for the first two at width 256 in as many steps (docs/beyond-the-paper.md). Then all are
+trained for `--steps` steps of 4 x 256 tokens. A run has one thread, and `--workers` of them go at a time:
+losses do not depend on that. Times are measured apart, at the end, when nothing else should run: whole
+training steps of all three on all threads, in turns. `--times` measures these alone.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `small.json` and `small.png`, and with `--page` the table of that page.
@@ -27,22 +26,23 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from beyond import hits
+from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell
+from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell, trainings_of
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
 from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
-from cachemuon_lab.record import Run
 from cachemuon_lab.timing import train_in_turns
 
 KINDS = ("gram", "cache", "jordan")
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, weight_decay=0.1, adam_lr=2e-3)
 LADDER = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-FIRST = {"gram": (3, 4), "cache": (4, 5)}  # where on it the searches begin
+FIRST = {"gram": (3, 4), "cache": (4, 5), "jordan": (3, 4)}  # where on it the searches begin
 SETTINGS = ("data.context=256", "batch_size=4", "accumulation=1", "autocast=none", "validation_batches=16")
 SHORTER = ("model.layers=4",)  # in the search
 OFTEN, TIMED = 25, 22  # steps between validations; steps that are timed: two lives of a transform
@@ -55,7 +55,7 @@ class Small:
         self, data: Path, trainings: Trainings, steps: int, search: int, *, kinds: Sequence[str] = KINDS
     ) -> None:
         self.data, self.trainings, self.steps, self.search = data, trainings, steps, search
-        self.kinds = [kind for kind in KINDS if kind in {*FIRST, *kinds}]
+        self.kinds = [kind for kind in KINDS if kind in {"gram", *kinds}]
 
     def config(self, optimizer: OptimizerConfig, steps: int, settings: Sequence[str] = ()) -> RunConfig:
         own = (
@@ -67,26 +67,25 @@ class Small:
         return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own, *settings))
 
     def searched(self) -> dict[str, dict[float, float]]:
-        """For both rivals the losses after shorter runs, by learning rate."""
+        """For each method the losses after shorter runs, by learning rate."""
 
         def losses(wanted: list[tuple[str, float]]) -> list[float]:
             methods = [replace(SHARED, kind=kind, lr=rate) for kind, rate in wanted]
             configs = {_name(one, "search"): self.config(one, self.search, SHORTER) for one in methods}
-            return [run.validations[-1]["loss"] for run in self.trainings.run(configs).values()]
+            return [run.loss for run in self.trainings.run(configs).values()]
 
-        return climb(LADDER, FIRST, losses)
+        return climb(LADDER, {kind: FIRST[kind] for kind in self.kinds}, losses)
 
     def results(self) -> dict[str, Any]:
         """Train everything, each method at the learning rate that was best, time it, and sum it up."""
         searched = self.searched()
-        rates = {kind: best_of(searched.get(kind, searched["gram"])) for kind in self.kinds}
+        rates = {kind: best_of(searched[kind]) for kind in self.kinds}
         methods = [replace(SHARED, kind=kind, lr=rates[kind]) for kind in self.kinds]
-        configs = {_name(one): self.config(one, self.steps) for one in methods}
-        runs = self.trainings.run(configs).values()
+        runs = self.trainings.run({_name(one): self.config(one, self.steps) for one in methods}).values()
         took = self.times(rates)
         return {
             "searched": searched,
-            "methods": [summary(run, took[run.config.optimizer.kind]) for run in runs],
+            "methods": [summary(one, run, took[one.kind]) for one, run in zip(methods, runs, strict=True)],
             "times": took,
         }
 
@@ -104,9 +103,9 @@ def _name(optimizer: OptimizerConfig, *before: str) -> str:
     return "-".join([*before, optimizer.kind, f"{optimizer.lr:g}"])
 
 
-def summary(run: Run, took: dict[str, float]) -> dict[str, Any]:
+def summary(optimizer: OptimizerConfig, run: Finished, took: dict[str, float]) -> dict[str, Any]:
     """What the picture and the table need of a run: its validations, and the seconds until each."""
-    optimizer, steps = run.config.optimizer, [line["step"] for line in run.validations]
+    steps = [line["step"] for line in run.validations]
     return {
         "kind": optimizer.kind,
         "lr": optimizer.lr,
@@ -114,8 +113,8 @@ def summary(run: Run, took: dict[str, float]) -> dict[str, Any]:
         "losses": [round(line["loss"], 4) for line in run.validations],
         "seconds": [round(step * took["step_seconds"], 3) for step in steps],
         **took,
-        "hits": round(run.hit_rate or 0.0, 3),
-        "flops": run.steps[-1]["flops"],
+        "outcomes": run.outcomes,
+        "flops": run.flops,
     }
 
 
@@ -146,7 +145,7 @@ def table(results: dict[str, Any]) -> Cells:
                 f"{row['losses'][-1]:.3f}",
                 f"{row['step_seconds']:.2f} s",
                 f"{row['optimizer_seconds']:.2f} s",
-                f"{row['hits']:.0%}" if kind == "cache" else "",
+                hits(row),
                 f"{row['flops'] / gram['flops']:.0%}",
                 "not reached" if when is None else f"{when / gram['seconds'][-1]:.2f}",
             ]
@@ -183,12 +182,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", required=True, help="GPT-2's tokens")
     parser.add_argument("--steps", type=int, metavar="N", default=250)
     parser.add_argument("--search", type=int, metavar="N", default=100, help="steps of the shorter runs")
-    parser.add_argument("--methods", nargs="*", choices=KINDS, default=KINDS, help="beside gram and cache")
+    parser.add_argument("--methods", nargs="*", choices=KINDS, default=KINDS, help="beside gram")
     add_arguments(parser, "runs/small")
     parser.add_argument("--times", action="store_true", help="measure the times of steps, and nothing else")
     args = parser.parse_args()
-    trainings = Trainings(args.out, workers=args.workers, minutes=args.minutes)
-    small = Small(args.data, trainings, args.steps, args.search, kinds=args.methods)
+    small = Small(args.data, trainings_of(args), args.steps, args.search, kinds=args.methods)
     if args.times:
         made = {"times": ("Times", table_of_times(small.times(dict.fromkeys(KINDS, SHARED.lr))))}
     else:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 import torch
+from ledger import Finished, Ledger
 
 from cachemuon_lab.config import LABELS, RunConfig
 from cachemuon_lab.performance import Cells, renewed
-from cachemuon_lab.record import Run
 from cachemuon_lab.train import Interrupted, train
 
 OFTEN = 60.0  # seconds between two lines of a run
@@ -32,29 +34,57 @@ class Stopped(Exception):
 class Trainings:
     """The runs of a folder: so many at a time, each in a process with one thread.
 
-    Finished ones are read, unfinished ones go on. Ctrl-C, or the end of `minutes`, stops all at their next
-    step.
+    Finished ones are read, from the folder or from the `ledger`, which gets a line for each; unfinished ones
+    go on. Ctrl-C, the end of `minutes`, or of this process, stops all at their next step.
     """
 
-    def __init__(self, out: Path, *, workers: int = 2, minutes: float = math.inf) -> None:
-        self.out, self.deadline = out, time.time() + 60 * minutes
-        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    def __init__(
+        self, out: Path, *, workers: int = 2, minutes: float = math.inf, ledger: Path | None = None
+    ) -> None:
+        self.out, self.deadline, self.ledger = out, time.time() + 60 * minutes, Ledger(ledger)
+        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin)
 
-    def run(self, configs: Mapping[str, RunConfig]) -> dict[str, Run]:
+    def run(self, configs: Mapping[str, RunConfig]) -> dict[str, Finished]:
         """Train all of them, each in the folder of its name."""
-        folders = [self.out / name for name in configs]
+        found = {name: self.ledger.find(name, config) for name, config in configs.items()}
+        missing = [name for name, finished in found.items() if finished is None]
+        wanted = [configs[name] for name in missing], [self.out / name for name in missing]
+        ended = self.pool.map(partial(_trained, deadline=self.deadline), *wanted)
         try:
-            done = list(self.pool.map(partial(_finished, deadline=self.deadline), configs.values(), folders))
+            for name, finished in zip(missing, ended, strict=True):
+                found[name] = finished
+                if finished is not None:
+                    self.ledger.add(name, configs[name], finished)
         except KeyboardInterrupt:  # each run has noted it too, and ends with a checkpoint
             self.pool.shutdown(cancel_futures=True)
             raise Stopped(self.out) from None
-        if not all(done):
+        done = {name: finished for name, finished in found.items() if finished is not None}
+        if len(done) < len(configs):
             raise Stopped(self.out)
-        return {name: Run.open(folder) for name, folder in zip(configs, folders, strict=True)}
+        return done
 
 
-def _finished(config: RunConfig, folder: Path, *, deadline: float) -> bool:
-    """Train until the end, or until that time of day; whether it came to the end."""
+_busy, _ended = threading.Lock(), threading.Event()  # of a worker: it trains; it shall not any more
+
+
+def _begin() -> None:
+    """A worker has one thread, and ends with the process that it works for, even if that is killed."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+    _ended.set()
+    with _busy:
+        os._exit(1)
+
+
+def _trained(config: RunConfig, folder: Path, *, deadline: float) -> Finished | None:
+    """Train until the end; None where it stopped before: by Ctrl-C, at that time of day, or left alone."""
+    if _ended.is_set():
+        return None
     told = time.time()
 
     def show(at: dict[str, Any]) -> None:
@@ -65,11 +95,15 @@ def _finished(config: RunConfig, folder: Path, *, deadline: float) -> bool:
             steps = f"{at['step']} of {at['steps']} steps, {at['seconds_per_step']:.2g} s each"
             print(f"{folder.name}: {steps}{seen}", flush=True)
 
-    try:
-        train(config, folder, resume=True, on_progress=show, stop=lambda: time.time() > deadline)
-    except Interrupted:
-        return False
-    return True
+    def stop() -> bool:
+        return time.time() > deadline or _ended.is_set()
+
+    with _busy:
+        try:
+            return Finished.of(train(config, folder, resume=True, on_progress=show, stop=stop))
+        except Interrupted:
+            _ended.set()  # nor what waits behind it
+            return None
 
 
 def climb(
@@ -119,7 +153,13 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument(
         "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
     )
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="finished runs, from any machine")
     parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
+
+
+def trainings_of(args: argparse.Namespace) -> Trainings:
+    """The runs that these arguments ask for."""
+    return Trainings(args.out, workers=args.workers, minutes=args.minutes, ledger=args.ledger)
 
 
 def tell(made: Mapping[str, tuple[str, Cells]], page: Path | None) -> None:

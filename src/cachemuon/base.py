@@ -15,19 +15,12 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from .accounts import Accounts
-from .distributed import (
-    Homes,
-    Shared,
-    agree_on_finite,
-    as_replicas,
-    by_mesh,
-    sharded_as,
-    shared_of,
-)
+from .distributed import Homes, by_mesh, sharded_as
 from .foreign import as_ours
 from .host import Kept, Ledger
 from .matrices import Matrix, matrices_of
 from .ownership import Work
+from .parties import Party, as_replicas
 from .polar import Solver, full_precision
 from .settings import (
     ADAM_DEFAULTS,
@@ -41,6 +34,7 @@ from .settings import (
     named_params,
 )
 from .stats import COLUMNS, RESIDUALS, new_counters
+from .travel import Shared, agree_on_finite, shared_of
 from .views import reading_of
 
 
@@ -69,12 +63,18 @@ class MatrixOptimizer(Accounts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({key: value for key, value in state.items() if key != "told"})
-        self._kept = Kept(told=state.get("told", {}))
+        before: Kept | None = self.__dict__.get("_kept")  # when torch loads a state: ranks stay who they are
+        self._kept = Kept(told=state.get("told", {}), parties=before.parties if before else {})
 
     @abstractmethod
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         """Accumulate momentum, find the directions, and apply them; for what other ranks have too, with
         them.
+        """
+
+    def _agree(self, parties: list[Party]) -> None:
+        """Come to terms with these ranks again, since one of them has something new: groups, settings, a
+        state that was loaded.
         """
 
     @abstractmethod
@@ -144,9 +144,12 @@ class MatrixOptimizer(Accounts):
     def _step(self, named: list[list[tuple[str, Tensor]]]) -> None:
         matrices: list[Matrix] = []
         shared: list[Shared] = []
+        present, everywhere, changed = self._homes().present(new=not self._kept.reconciled)
+        if changed or not self._kept.reconciled:
+            self._agree(changed)
+            self._kept.reconciled = True
         homes = self._homes()
-        present, agreed = homes.present()
-        if not agreed:
+        if not everywhere:
             self._warn_once(
                 "a parameter has a gradient on some ranks and none on others: no rank steps it. This is said "
                 "once."
@@ -172,6 +175,7 @@ class MatrixOptimizer(Accounts):
         homes: Homes | None = self._kept.homes
         if homes is None or not homes.fits(self.param_groups):
             homes = self._kept.homes = Homes(self.param_groups, self._kept.parties, self._works)
+            self._kept.reconciled = False
         return homes
 
     def _rows(self, entry: str, matrices: list[Matrix]) -> list[list[Any]]:
@@ -216,20 +220,28 @@ class MatrixOptimizer(Accounts):
 
     def _matrix_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
+        number = len(reading_of(group, param).pieces)
         if "counters" not in state:
-            number = len(reading_of(group, param).pieces)
             # On the host, which decides by them, and knows what it has written.
             state["counters"] = torch.empty(number, len(COLUMNS), dtype=torch.int64, device="cpu")
             self._kept.counters.post([state["counters"]], [[new_counters()] * number])
             state["residuals"] = torch.empty(number, len(RESIDUALS), dtype=torch.float64, device="cpu")
             self._kept.residuals.post([state["residuals"]], [[[math.nan] * len(RESIDUALS)] * number])
+        elif state["counters"].device.type != "cpu":  # moved there with all of a state, as Lightning does
+            state["counters"], state["residuals"] = state["counters"].cpu(), state["residuals"].cpu()
+        if len(state["counters"]) != number:
+            raise ValueError(
+                f"view and split must stay as they were at the first step, got {number} matrices in a "
+                f"parameter of shape {tuple(param.shape)} whose state has {len(state['counters'])}"
+            )
         return state
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for param in params:
             state = self.state[param]
             if "exp_avg" not in state:
-                state["step"] = torch.zeros((), device=param.device if group["fused"] else "cpu")
+                where = param.device if group["fused"] else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=where)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
         for alike in by_mesh(params):

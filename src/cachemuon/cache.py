@@ -14,6 +14,7 @@ from .polar import (
     computed_in,
     full_precision,
     gram_transform,
+    holds,
     normalizer,
     rescale,
     restore,
@@ -288,6 +289,8 @@ class CacheGNS:
         if candidate.share is not None:
             gain = gain * candidate.share
         dtype = self.fresh.precision(scale)
+        if not holds(dtype, self.fresh.schedule):
+            dtype = Q.dtype
         direction = workspace.like("direction", U, dtype)
         if dtype == Q.dtype:
             Q = _repaired(Q, scale * gain, candidate, workspace)

@@ -7,32 +7,24 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from .accounts import Record
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
-from .distributed import (
-    EXCHANGES,
-    Party,
-    Shared,
-    apart,
-    by_party,
-    parties_of,
-    ranks_of,
-    travel,
-    worked_on,
-)
+from .distributed import Homes, ranks_of
 from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of, transform_of
 from .flops import paper_cost, price
 from .fresh import send
 from .host import Claim, Edits
-from .matrices import Matrix, agreed
+from .matrices import Matrix, agreed, cached_in, local
 from .ownership import Work
+from .parties import EXCHANGES, Party
 from .plan import Plan, Policy, cache_of, cost_of
 from .polar import GramNS
 from .settings import check_kept, shorthand
 from .stats import AGE, NO_AGE, WAIT, transform_name
+from .travel import Shared, apart, travel, worked_on
 from .views import Piece, reading_of
 
 
@@ -47,16 +39,18 @@ class CacheMuon(MatrixOptimizer):
     only stops what has gone wrong. `CacheMuon.paper` is the paper's own algorithm.
 
     Settings and defaults that torch.optim.Muon has too are its own. For its limited steps the best learning
-    rate is one and a half to two times Muon's; `max_norm=3` is for those who keep theirs.
+    rate is one and a half to two times that of `Muon`; `max_norm=3` is for those who keep theirs.
 
     `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
     goes with `clip=0`.
 
     `gate="sync"` reads all residuals of a step on the host together, then decides. `gate="lagged"`
     decides on the last residual known for a transform, which was read while other work went on: the
-    host never waits, and a transform that has gone bad is used once before it is replaced.
+    host never waits for the step it is in, and a transform that has gone bad is used once before it is
+    replaced.
     `guard=True` sets the cache of a matrix aside while it costs more than it saves (`guard.Guard`), and for
-    good where the matrix is small.
+    good where the matrix is small. With `min_rows` a matrix whose smaller side is below it is never cached,
+    whatever it costs.
 
     `cache_dtype=torch.float16` keeps transforms in half the bytes, and `max_cache_bytes` limits those of all
     of them together: they go where a byte saves most, and the other matrices rest (docs/memory.md).
@@ -101,6 +95,7 @@ class CacheMuon(MatrixOptimizer):
         seed: int = 0,
         gate: str = "sync",
         guard: bool = True,
+        min_rows: int = 0,
         cache_dtype: torch.dtype | None = None,
         max_cache_bytes: int | None = None,
         solver: GramNS | None = None,
@@ -129,6 +124,7 @@ class CacheMuon(MatrixOptimizer):
             seed=seed,
             gate=gate,
             guard=guard,
+            min_rows=min_rows,
             cache_dtype=cache_dtype,
             max_cache_bytes=max_cache_bytes,
             max_workspace_bytes=max_workspace_bytes,
@@ -143,7 +139,7 @@ class CacheMuon(MatrixOptimizer):
         `weight_decay` of 1e-4, an `adjust_lr_fn` of "none". A `gamma` of 0 makes it GramMuon.
         """
         added = {"probe", "vectors", "max_age", "clip", "max_norm", "seed", "gate", "guard"}
-        added |= {"cache_dtype", "max_cache_bytes"}
+        added |= {"min_rows", "cache_dtype", "max_cache_bytes"}
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
         settings = {"weight_decay": 1e-4, "nesterov": False, "adjust_lr_fn": "none", **settings}
@@ -160,6 +156,8 @@ class CacheMuon(MatrixOptimizer):
             raise ValueError(f"gate must be one of {', '.join(map(repr, GATES))}, got {group['gate']!r}")
         if not isinstance(group["guard"], bool):
             raise ValueError(f"guard must be True or False, got {group['guard']!r}")
+        if not (isinstance(group["min_rows"], int) and group["min_rows"] >= 0):
+            raise ValueError(f"min_rows must be an integer >= 0, got {group['min_rows']!r}")
         if group["exchange"] not in EXCHANGES:
             allowed = ", ".join(map(repr, EXCHANGES))
             raise ValueError(f"exchange must be one of {allowed}, got {group['exchange']!r}")
@@ -168,8 +166,6 @@ class CacheMuon(MatrixOptimizer):
 
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle()
-        if not self._kept.reconciled:
-            self._reconcile(matrices, shared)
         wholes = [*matrices, *(s.matrix for s in shared)]
         decisions = self._decisions(wholes)
         of = {id(d.matrix): d for d in decisions}
@@ -206,25 +202,65 @@ class CacheMuon(MatrixOptimizer):
             residuals = party.total(residuals_of(members)).flatten()
             self._kept.send([Told(d) for d in members], [agreed([d.matrix for d in members])], [residuals])
 
-    def _reconcile(self, matrices: list[Matrix], shared: list[Shared]) -> None:
-        """After loading: keep only the transforms that are worked with here, and begin anew, on all ranks,
-        where one is missing.
+    def _homes(self) -> Homes:
+        self._plan()  # by which owners are chosen
+        return super()._homes()
+
+    def _agree(self, parties: list[Party]) -> None:
+        """Ranks whose plans for what they share differ plan that apart. Where matrices may have other owners
+        than before, and after loading, only the transforms that are worked with here are kept, and what lacks
+        one begins anew, on all ranks.
         """
-        lost = [x for x in matrices if transform_of(x) is None]
-        for party, members in by_party(shared).items():
-            found = []
-            for s in members:
-                here = s.mine or s.home.copied
-                if not here:
-                    drop_transform(s.matrix)
-                found.append(not here or transform_of(s.matrix) is not None)
-            counts = zip(members, party.count(found), strict=True)
-            lost += [s.matrix for s, number in counts if number < party.size]
-        edits = Edits(self._kept.counters)
-        for x in lost:
-            edits.rows(x.state["counters"])[x.index][AGE] = NO_AGE
+        self._settle()
+        members, differing = self._homes().members, set(self._kept.differing)
+        alone = Plan(self.param_groups) if parties else None
+        for party in parties:
+            ranks = ranks_of(*members[party][0])
+            same = alone is None or party.same(alone.digest(param for _, param in members[party]))
+            differing = differing - {ranks} if same else differing | {ranks}
+        if differing != self._kept.differing:
+            self._kept.plan, self._kept.differing = None, differing
+        homes, edits = self._homes(), Edits(self._kept.counters)
+        for party in parties:
+            places, found = [], []
+            for _, param in members[party]:
+                home, state = homes.of[id(param)], self.state.get(param, {})
+                for index in range(len(home.owners)):
+                    name = transform_name(index, len(home.owners))
+                    if not home.keeps(index):
+                        state.pop(name, None)
+                    places.append((state, index))
+                    found.append(not home.keeps(index) or name in state)
+            for (state, index), number in zip(places, party.count(found), strict=True):
+                if number < party.size and "counters" in state:
+                    edits.rows(state["counters"])[index][AGE] = NO_AGE
         edits.post()
-        self._kept.reconciled = True
+
+    def state_dict(self) -> StateDict:
+        """The state. A cache that rests for a while has zeros for its transform there, so that the entries of
+        a state do not depend on when it was saved, as `torch.distributed.checkpoint` wants it.
+        """
+        packed = super().state_dict()
+        plan, homes = self._kept.plan, self._kept.homes
+        if plan is None or not plan.fits(self.param_groups):
+            return packed
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        for number, (group, param) in enumerate(pairs):
+            state = packed["state"].get(number, {})
+            if "counters" not in state:
+                continue
+            home, pieces, policies = (
+                homes.of.get(id(param)),
+                reading_of(group, param).pieces,
+                plan.of(param)[0],
+            )
+            momentum, absent = local(state["momentum_buffer"]), {}
+            for index, (piece, policy) in enumerate(zip(pieces, policies, strict=True)):
+                name, n = transform_name(index, len(pieces)), piece.wide[0]
+                if name not in state and not policy.always_rests and (home is None or home.keeps(index)):
+                    absent[name] = momentum.new_zeros((n, n), dtype=cached_in(group, param.dtype))
+            packed["state"][number] = {**state, **absent}
+        return packed
 
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
         found = []
@@ -240,6 +276,9 @@ class CacheMuon(MatrixOptimizer):
         plan, found = self._plan(), []
         known = self._rows("counters", matrices), self._rows("residuals", matrices)
         for x, counters, residuals in zip(matrices, *known, strict=True):
+            if x.party is None and counters[AGE] != NO_AGE and transform_of(x) is None:
+                counters = list(counters)  # of a state that lacks its transform
+                counters[AGE] = NO_AGE
             policies, early = plan.of(x.whole)
             found.append(Decision(x, policies[x.index], counters, residuals, early[x.index]))
         return found
@@ -247,13 +286,11 @@ class CacheMuon(MatrixOptimizer):
     def _plan(self) -> Plan:
         plan: Plan | None = self._kept.plan
         if plan is None or not plan.fits(self.param_groups):
-            plan = Plan(self.param_groups)
-            differing = [
-                ranks_of(*members[0])
-                for party, members in parties_of(self.param_groups, self._kept.parties).items()
-                if not party.same(plan.digest(param for _, param in members))
-            ]
-            plan = self._kept.plan = Plan(self.param_groups, differing) if differing else plan
+            for group in self.param_groups:
+                if group["use_muon"]:
+                    self._check_group(group)
+            plan = self._kept.plan = Plan(self.param_groups, self._kept.differing)
+            self._kept.homes, self._kept.reconciled = None, False
             self._free(plan)
             if not plan.pays:
                 self._warn_once(
@@ -309,8 +346,8 @@ class CacheMuon(MatrixOptimizer):
 
 
 def _standing(policy: Policy, counters: list[int]) -> str:
-    if not policy.fits:
-        return "rests: no room within max_cache_bytes"
+    if policy.aside:
+        return f"rests: {policy.aside}"
     if policy.guard is not None and policy.guard.always_rests:
         return f"rests: hits alone would save {max(policy.guard.best, 0) / 1000:.0%} of a step"
     if wait := counters[WAIT]:

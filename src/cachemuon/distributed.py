@@ -1,4 +1,4 @@
-"""What ranks tell and send one another, over torch.distributed; and where the parameters are.
+"""Where parameters are: which ranks have them, or which part of them, and which rank owns each matrix.
 
 Where a matrix is whole on every rank, transforms travel; where it is sharded, shards travel. Every matrix has
 one owner, which solves for it and decides about it. Who that is follows from shapes and ranks alone, so every
@@ -7,187 +7,24 @@ rank knows it. Without other ranks nothing is communicated.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, StateDict
 
-from .matrices import Matrix, accumulate, add, agreed, batches, is_dtensor, local
+from .matrices import identity, is_dtensor, local
 from .ownership import Part, Runs, Work, held, owners
-from .polar import computed_in
+from .parties import Party
 from .views import Piece, reading_of
-from .workspace import Workspace, ceiling
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-HOST = torch.device("cpu")
-PATIENCE = 5  # seconds, for a rank to say that it is there
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """A process group as a setting: the ranks that have copies of plain parameters.
-
-    It is shared by copies of an optimizer, and lost when that is pickled: a group is of one process.
-    """
-
-    group: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Replicas, ()
-
-
-def as_replicas(value: Any) -> Replicas:
-    """The setting `process_group`: a group, or None for parameters that are this rank's own.
-
-    >>> as_replicas(None)
-    Replicas(group=None)
-    """
-    if isinstance(value, Replicas):
-        return value
-    if value is None or isinstance(value, dist.ProcessGroup):
-        return Replicas(value)
-    raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {value!r}")
-
-
-@contextmanager
-def watched(group: Any) -> Iterator[None]:
-    """Where a collective of a process group fails, name the ranks that are gone: those that do not say that
-    they are there.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if gone := _absent(dist.get_process_group_ranks(group)):
-            names = ("rank " if len(gone) == 1 else "ranks ") + ", ".join(map(str, gone))
-            raise RuntimeError(f"no answer from {names} of {dist.get_world_size(group)}") from error
-        raise
-
-
-def _absent(ranks: list[int]) -> list[int]:
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"cachemuon/{dist.get_rank()}", "here")
-        until = time.monotonic() + PATIENCE
-        while gone := [rank for rank in ranks if not store.check([f"cachemuon/{rank}"])]:
-            if time.monotonic() > until:
-                return gone
-            time.sleep(0.1)
-    except RuntimeError:  # the store is gone, with the rank that has it
-        return [0]
-    return []
-
-
-EXCHANGES = ("transforms", "directions")
-"""What owners of cached matrices send to ranks that have copies."""
-
-
-class Party:
-    """Ranks that have the same parameters, and step together.
-
-    `traffic` counts the bytes that this rank has handed to each kind of collective for others.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.traffic: Counter[str] = Counter()
-
-    @cached_property
-    def _host_group(self) -> Any:
-        """Where ranks can agree without waiting for their devices."""
-        if "cpu:" in dist.get_backend_config(self.group):
-            return self.group
-        ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-    def count(self, flags: list[bool]) -> list[int]:
-        """On how many ranks each flag holds. Waits for the other hosts, not for any device."""
-        counts = torch.tensor(flags, dtype=torch.int32, device=HOST)
-        with watched(self.group):
-            dist.all_reduce(counts, group=self._host_group)
-        self.traffic["presence"] += counts.nbytes
-        return [int(number) for number in counts.tolist()]
-
-    def same(self, number: int) -> bool:
-        """Whether all ranks have the same number."""
-        ends = torch.tensor([number, -number], dtype=torch.int64, device=HOST)
-        with watched(self.group):
-            dist.all_reduce(ends, dist.ReduceOp.MIN, group=self._host_group)
-        least, most = ends.tolist()
-        return bool(least == -most)
-
-    def least(self, values: Tensor) -> Tensor:
-        """The smallest of all ranks' values."""
-        with watched(self.group):
-            dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
-        self.traffic["finite"] += values.nbytes
-        return values
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' values: the owners' own, where all others have zeros."""
-        with watched(self.group):
-            dist.all_reduce(values, group=self.group)
-        self.traffic["residuals"] += values.nbytes
-        return values
-
-    def exchange(self, what: str, outgoing: list[Tensor], sizes: tuple[list[int], list[int]]) -> Arrival:
-        """Send tensors, in the order of the ranks they are for; and receive.
-
-        `sizes`: how many elements go to each rank, and come from each. Elements that stay are no traffic.
-        """
-        leaving, coming = sizes
-        sent = torch.cat([tensor.reshape(-1) for tensor in outgoing])
-        received = sent.new_empty(sum(coming))
-        with watched(self.group):
-            work = dist.all_to_all_single(received, sent, coming, leaving, group=self.group, async_op=True)
-        self.traffic[what] += (sum(leaving) - leaving[self.rank]) * sent.itemsize
-        return Arrival(self.group, work, sent, received)
-
-    def spread(self, matrices: list[Matrix], made: dict[int, Tensor]) -> list[Tensor]:
-        """The transforms of these matrices, of which each rank has `made` its own."""
-        sizes = [0] * self.size
-        for x in matrices:
-            sizes[x.owner] += x.shape[0] ** 2
-        first, others = matrices[0], [rank for rank in range(self.size) if rank != self.rank]
-        own = [made[id(x)] for x in matrices if x.owned]
-        leaving = [0 if rank == self.rank else sizes[self.rank] for rank in range(self.size)]
-        coming = [0 if rank == self.rank else sizes[rank] for rank in range(self.size)]
-        outgoing = [first.momentum.new_empty(0, dtype=first.cached_in), *own * len(others)]
-        received = self.exchange("transforms", outgoing, (leaving, coming)).wait()
-        of_others = [x for rank in others for x in matrices if x.owner == rank]
-        parts = received.split([x.shape[0] ** 2 for x in of_others])
-        found = {id(x): part.view(x.shape[0], x.shape[0]) for x, part in zip(of_others, parts, strict=True)}
-        return [made[id(x)] if x.owned else found[id(x)] for x in matrices]
-
-
-@dataclass(eq=False)
-class Arrival:
-    """What is on its way. `sent` is kept until it has left."""
-
-    group: Any
-    work: Any
-    sent: Tensor
-    received: Tensor
-
-    def wait(self) -> Tensor:
-        """What has arrived."""
-        with watched(self.group):
-            self.work.wait()
-        return self.received
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +39,10 @@ class Home:
     def mine(self, index: int) -> bool:
         """Whether this rank owns a matrix."""
         return self.owners[index] == self.party.rank
+
+    def keeps(self, index: int) -> bool:
+        """Whether this rank keeps the transform of a matrix: its owner, or all that have copies."""
+        return self.copied or self.mine(index)
 
     def alone(self, index: int) -> bool:
         """Whether its owner is the only one to have any of it."""
@@ -254,18 +95,20 @@ class Homes:
         """Whether these are still the homes of these groups."""
         return self.key == homes_key(groups)
 
-    def present(self) -> tuple[set[int], bool]:
-        """Which parameters have a gradient on every rank that has a part of them; and whether that is so of
-        all that have one anywhere.
+    def present(self, *, new: bool) -> tuple[set[int], bool, list[Party]]:
+        """Which parameters have a gradient on every rank that has a part of them; whether that is so of all
+        that have one anywhere; and the parties of which a rank says that it has something `new`.
         """
-        found, all_or_none = set(), True
+        found, all_or_none, changed = set(), True, []
         for party, members in self.members.items():
-            flags = [param.grad is not None for _, param in members]
-            for (_, param), number in zip(members, party.count(flags), strict=True):
+            *counts, news = party.count([*(param.grad is not None for _, param in members), new])
+            if news:
+                changed.append(party)
+            for (_, param), number in zip(members, counts, strict=True):
                 all_or_none = all_or_none and number in (0, party.size)
                 if number == party.size:
                     found.add(id(param))
-        return found, all_or_none
+        return found, all_or_none, changed
 
 
 def parties_of(
@@ -286,7 +129,7 @@ def homes_key(groups: list[dict[str, Any]]) -> list[Any]:
         (
             id(group["process_group"].group),
             *(group.get(key) for key in ("exchange", "view", "split", "transposed")),
-            *map(id, group["params"]),
+            *map(identity, group["params"]),
         )
         for group in groups
         if group["use_muon"]
@@ -391,29 +234,38 @@ def whole_state_dict(optimizer: Optimizer) -> StateDict:
     Every rank of the optimizer's parameters must call it, and all get it. `load_state_dict` goes on from it
     on one process, and on any number of ranks.
 
+    >>> import torch
     >>> W = torch.nn.Parameter(torch.ones(2, 3))
     >>> optimizer = torch.optim.SGD([W], momentum=0.9)
     >>> whole_state_dict(optimizer)["param_groups"][0]["momentum"]
     0.9
     """
     packed = optimizer.state_dict()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     entries = packed["state"]
-    for number, param in enumerate(params):
-        if not is_dtensor(param) or number not in entries:
+    for number, (group, param) in enumerate(pairs):
+        if number not in entries or not (among := _apart_in(group, param)):
             continue
         kept = {
             key: whole(value) if isinstance(value, Tensor) else value
             for key, value in entries[number].items()
         }
         own = {key: value.cpu() for key, value in kept.items() if key.startswith("transform")}
-        for dim in range(param.device_mesh.ndim):
-            group = param.device_mesh.get_group(dim)
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, own, group=group)
+        for ranks in among:
+            found: list[Any] = [None] * dist.get_world_size(ranks)
+            dist.all_gather_object(found, own, group=ranks)
             own = {key: value for part in found for key, value in part.items()}
         entries[number] = {**kept, **{key: value.to(local(param).device) for key, value in own.items()}}
     return packed
+
+
+def _apart_in(group: dict[str, Any], param: Tensor) -> list[Any]:
+    """The process groups of whose ranks each has only some of a parameter's state."""
+    if is_dtensor(param):
+        return [param.device_mesh.get_group(dim) for dim in range(param.device_mesh.ndim)]
+    if group.get("exchange") == "directions" and ranks_of(group, param):
+        return [group["process_group"].group]
+    return []
 
 
 def by_mesh(params: list[Tensor]) -> list[list[Tensor]]:
@@ -423,218 +275,3 @@ def by_mesh(params: list[Tensor]) -> list[list[Tensor]]:
         mesh = param.device_mesh if is_dtensor(param) else None
         found.setdefault(mesh, []).append(param)
     return list(found.values())
-
-
-@dataclass(slots=True, eq=False)
-class Shared:
-    """One matrix of a party at one step: `matrix` is the whole of it, which arrives at its owner; `piece`
-    what this rank has of it, flattened to two dimensions. A matrix that no rank has to send is its owner's
-    own, as any other.
-    """
-
-    home: Home
-    index: int
-    matrix: Matrix
-    piece: Matrix | None
-    natural: tuple[int, ...]  # its shape as a part of the parameter: a convolution's has more dimensions
-
-    @property
-    def mine(self) -> bool:
-        """Whether this rank owns it."""
-        return self.home.mine(self.index)
-
-
-def shared_of(
-    param: Tensor, group: dict[str, Any], state: dict[str, Any], recipe: Hashable, home: Home
-) -> list[Shared]:
-    """The matrices of a parameter that has a gradient; its momentum buffer is made on first sight."""
-    assert param.grad is not None
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    grad = param.grad
-    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    own, grad, momentum = local(param), local(grad), local(state["momentum_buffer"])
-    if grad.dtype != param.dtype:
-        grad = grad.to(param.dtype)
-    found = []
-    for index, one in enumerate(reading_of(group, param).pieces):
-        rows, cols = one.sides
-        kind = (rows, cols, param.dtype, own.device, recipe)
-        part = home.parts[index].get(home.party.rank)
-        piece = None
-        here, there, moving = own, grad, momentum
-        if part is not None:
-            here, there, moving = (tensor[part.place] for tensor in (own, grad, momentum))
-            line = ("piece", part.shape, param.dtype, own.device, recipe)
-            flat = there.flatten(1), moving.flatten(1)  # of the momentum always a view
-            lengths = flat[0].shape[0], flat[0].shape[1]
-            piece = Matrix(param, here, *flat, group, state, line, lengths, False, index)
-            if part.size == rows * cols:
-                there, moving = flat
-        matrix = Matrix(param, here, there, moving, group, state, kind, one.wide, rows > cols, index)
-        matrix.party, matrix.owner = home.party, home.owners[index]
-        found.append(Shared(home, index, matrix, piece, one.shape))
-    return found
-
-
-def apart(shared: list[Shared]) -> tuple[list[Matrix], list[Shared]]:
-    """Those that are this rank's own; and those that must travel, here or elsewhere."""
-    own = [s.matrix for s in shared if s.home.alone(s.index) and s.mine]
-    return own, [s for s in shared if not s.home.alone(s.index)]
-
-
-def worked_on(moving: list[Shared]) -> list[Matrix]:
-    """What this rank does something with of what travels: its pieces, and the wholes that it owns."""
-    return [x for s in moving for x in (s.piece, s.matrix if s.mine else None) if x is not None]
-
-
-def agree_on_finite(shared: list[Shared]) -> None:
-    """Every rank learns, on its device, which gradients are finite on all ranks."""
-    for party, members in by_party(shared).items():
-        device = members[0].matrix.grad.device
-        flags = torch.ones(len(members), device=device)
-        own = [(i, s.piece.grad) for i, s in enumerate(members) if s.piece is not None]
-        if own:
-            extremes = [torch.stack(torch.aminmax(grad)) for _, grad in own]
-            finite = torch.stack([one.to(flags.dtype) for one in extremes]).isfinite().all(-1)
-            for (i, _), flag in zip(own, finite.unbind(0), strict=True):
-                flags[i] = flag
-        for s, flag in zip(members, party.least(flags).bool().unbind(0), strict=True):
-            s.matrix.finite = flag
-            if s.piece is not None:
-                s.piece.finite = flag
-
-
-def by_party(shared: Iterable[Shared]) -> dict[Party, list[Shared]]:
-    """The matrices of each party, in their order."""
-    found: dict[Party, list[Shared]] = {}
-    for s in shared:
-        found.setdefault(s.home.party, []).append(s)
-    return found
-
-
-def travel(shared: list[Shared], work: Callable[[list[Matrix]], object], workspace: Workspace) -> None:
-    """Bring the update of each matrix to its owner, let it work there, and bring the steps back.
-
-    Many at a time; the next ones arrive while these are worked on.
-    """
-    for party, members in by_party(shared).items():
-        buckets = list(_buckets(members))
-        arriving = _collect(party, buckets[0], workspace)
-        leaving: Callable[[], None] | None = None
-        for number, bucket in enumerate(buckets):
-            following = None
-            if number + 1 < len(buckets):
-                following = _collect(party, buckets[number + 1], workspace)
-            work(arriving())
-            if leaving is not None:
-                leaving()
-            leaving = _deliver(party, bucket)
-            if following is not None:
-                arriving = following
-        if leaving is not None:
-            leaving()
-
-
-def _buckets(members: list[Shared]) -> Iterator[list[Shared]]:
-    """Those of one dtype, as many at a time as their owners have room for, and work for every owner."""
-    turns: Counter[int] = Counter()
-    placed = []
-    for s in members:
-        owner = s.home.owners[s.index]
-        placed.append((str(s.matrix.grad.dtype), turns[owner], s))
-        turns[owner] += 1
-    placed.sort(key=lambda one: one[:2])
-    bucket: list[Shared] = []
-    taken: Counter[int] = Counter()
-    for _, _, s in placed:
-        owner, dtype = s.home.owners[s.index], s.matrix.grad.dtype
-        limit = _room(s.matrix)
-        size = prod(s.matrix.shape) * (dtype.itemsize + computed_in(dtype).itemsize)
-        if bucket and (taken[owner] + size > limit or dtype != bucket[0].matrix.grad.dtype):
-            yield bucket
-            bucket, taken = [], Counter()
-        bucket.append(s)
-        taken[owner] += size
-    yield bucket
-
-
-def _room(x: Matrix) -> int:
-    """The bytes of arriving updates and leaving steps that an owner has at a time: an eighth of what a step
-    may take. Beside them there are the messages themselves, and those of the next matrices.
-    """
-    return max(ceiling(x.group["max_workspace_bytes"], x.grad.device.type) // 8, 1)
-
-
-def _collect(party: Party, bucket: list[Shared], workspace: Workspace) -> Callable[[], list[Matrix]]:
-    """Take in the gradients, and send updates to their owners. Returns what waits for those of this rank."""
-    me, first = party.rank, bucket[0].matrix
-    updates: dict[int, Tensor] = {}
-    pieces = [s.piece for s in bucket if s.piece is not None]
-    for batch in batches(pieces, lambda x: x.kind, lambda x: 4 * x.grad.nbytes, _room(first)):
-        U = accumulate(batch, workspace).U
-        updates |= {id(x): one for x, one in zip(batch, U.clone().unbind(0), strict=True)}
-    outgoing, leaving = [first.grad.new_empty(0)], [0] * party.size
-    for rank in range(party.size):
-        for s in bucket:
-            if s.home.owners[s.index] == rank and me in s.home.sources[s.index] and s.piece is not None:
-                outgoing.append(updates[id(s.piece)])
-                leaving[rank] += s.piece.grad.numel()
-    mine = [s for s in bucket if s.mine]
-    coming = [
-        (rank, s, s.home.parts[s.index][rank])
-        for rank in range(party.size)
-        for s in mine
-        if rank in s.home.sources[s.index]
-    ]
-    sizes = [sum(part.size for one, _, part in coming if one == rank) for rank in range(party.size)]
-    arrival = party.exchange("updates", outgoing, (leaving, sizes))
-
-    def arrived() -> list[Matrix]:
-        received = arrival.wait().split([part.size for _, _, part in coming])
-        for s in mine:
-            x = s.matrix
-            x.arrived = received[0].new_empty(x.sides)
-        for (_, s, part), values in zip(coming, received, strict=True):
-            assert s.matrix.arrived is not None
-            part.put_into(s.matrix.arrived.view(s.natural), values)
-        return [s.matrix for s in mine]
-
-    return arrived
-
-
-def _deliver(party: Party, bucket: list[Shared]) -> Callable[[], None]:
-    """Send the steps of this rank's matrices to all that have a part. Returns what waits, and takes them."""
-    first = bucket[0].matrix
-    dtype = computed_in(first.grad.dtype)
-    outgoing, leaving = [first.grad.new_empty(0, dtype=dtype)], [0] * party.size
-    mine = [s for s in bucket if s.mine]
-    for s in mine:
-        if s.matrix.leaving is None:  # its gradient was not finite
-            s.matrix.leaving = first.grad.new_zeros(s.matrix.sides, dtype=dtype)
-    for rank in range(party.size):
-        for s in mine:
-            if (part := s.home.parts[s.index].get(rank)) is not None:
-                assert s.matrix.leaving is not None
-                outgoing.append(part.cut_from(s.matrix.leaving.view(s.natural)))
-                leaving[rank] += part.size
-    coming = [
-        (rank, s.piece)
-        for rank in range(party.size)
-        for s in bucket
-        if s.home.owners[s.index] == rank and s.piece is not None
-    ]
-    sizes = [sum(x.grad.numel() for one, x in coming if one == rank) for rank in range(party.size)]
-    arrival = party.exchange("directions", outgoing, (leaving, sizes))
-    for s in mine:
-        s.matrix.arrived = s.matrix.leaving = None
-
-    def arrived() -> None:
-        received = arrival.wait().split([x.grad.numel() for _, x in coming])
-        steps = {id(x): values for (_, x), values in zip(coming, received, strict=True)}
-        pieces = [x for _, x in coming]
-        for batch in batches(pieces, lambda x: x.kind, lambda x: 0, 1):
-            add(batch, [steps[id(x)].view(x.param.shape) for x in batch], agreed(batch))
-
-    return arrived

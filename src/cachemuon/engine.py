@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from .cache import Candidate, decide, gathered, probed
-from .distributed import Party
 from .fresh import ceiling_of, prepared_batches, scratch_like, solve_step
-from .host import Edits, Kept, read
+from .host import Edits, Kept, read, together
 from .matrices import (
     GAMMA,
     OWNED,
@@ -32,6 +31,7 @@ from .matrices import (
     step_lengths,
     update_of,
 )
+from .parties import Party
 from .plan import Policy
 from .polar import GramNS, Solver, cheaper, normalizer, rescale
 from .probe import random_block
@@ -59,6 +59,8 @@ class Decision:
     counters: list[int]
     residuals: list[float]
     early: int = 0  # by how much a first life is shorter
+    gamma: float = field(init=False)
+    gate: str = field(init=False)
     before: list[int] = field(init=False)  # the counters
     age: int = field(init=False)  # of the transform, this step included
     life: int | None = field(init=False)  # the age up to which it is used
@@ -71,7 +73,8 @@ class Decision:
 
     def __post_init__(self) -> None:
         self.before = counters = self.counters
-        limit = self.matrix.group["max_age"]
+        group = self.matrix.group  # whose settings may be others when an owner's residuals arrive
+        self.gamma, self.gate, limit = group["gamma"], group["gate"], group["max_age"]
         self.age = NO_AGE if counters[AGE] == NO_AGE else counters[AGE] + 1
         self.life = None if limit is None else max(limit - counters[EARLY], 0)
         self.resting = self.policy.resting(counters[WAIT])
@@ -91,7 +94,7 @@ class Decision:
         """What is known of a decision that another rank makes: all, unless a residual decides that nobody has
         told yet.
         """
-        if not self.outcome and (self.resting or self.matrix.group["gate"] == "lagged"):
+        if not self.outcome and (self.resting or self.gate == "lagged"):
             self.take(True, self.residuals[PROBED])
 
     def take(self, finite: bool, residual: float = math.nan) -> None:
@@ -100,7 +103,7 @@ class Decision:
             finite=finite,
             age=self.age,
             residual=residual,
-            gamma=self.matrix.group["gamma"],
+            gamma=self.gamma,
             max_age=self.life,
             resting=self.resting,
         )
@@ -132,7 +135,7 @@ class Told:
         elif not d.outcome:
             d.take(finite, probe)
             rows[index] = d.counters
-        lagged, row = d.matrix.group["gate"] == "lagged", residuals.rows(state["residuals"])[index]
+        lagged, row = d.gate == "lagged", residuals.rows(state["residuals"])[index]
         if d.outcome in REFRESHES and finite:
             row[REFRESHED] = refresh
         if d.probed if not lagged else finite and not d.resting:
@@ -178,7 +181,7 @@ class CachedStep:
         """Decide about every matrix, and do it."""
         alike: dict[tuple[str, Party | None], list[Decision]] = {}
         for d in decisions:
-            gate = "resting" if d.resting else d.matrix.group["gate"]
+            gate = "resting" if d.resting else d.gate
             alike.setdefault((gate, d.party), []).append(d)
         for gate, party in sorted(alike, key=lambda pair: GATED.index(pair[0])):
             {"resting": self._rest, "sync": self._sync, "lagged": self._lagged}[gate](alike[gate, party])
@@ -212,14 +215,10 @@ class CachedStep:
                 residuals.append(self._measure(batch[:number], update.U[:number], scale[:number]))
             order += batch
             finites.append(update.finite)
-        device, dtype = finites[0].device, promoted([d.matrix for d in window])
-        finite, residual = (
-            torch.cat([part.to(device, dtype, non_blocking=True) for part in parts])
-            for parts in (finites, residuals or [finites[0].new_empty(0)])
-        )
+        dtype = promoted([d.matrix for d in window])
         if (party := window[0].party) is not None and residuals:
-            residual = party.total(residual)
-        return order, torch.cat((finite, residual))
+            residuals = [party.total(together(residuals, dtype))]
+        return order, together([*finites, *residuals], dtype)
 
     def _gate(self, order: list[Decision], readings: Tensor) -> None:
         """Decide for every matrix. The one place that waits for the device: all readings at once."""
@@ -310,7 +309,7 @@ class CachedStep:
 
     def _leave(self, batch: list[Decision], finite: Tensor, residual: Tensor) -> None:
         """What a refresh has left on the device."""
-        lagged = batch[0].matrix.group["gate"] == "lagged"
+        lagged = batch[0].gate == "lagged"
         self.unread.append(Unread(batch, finite, residual, (PROBED, REFRESHED) if lagged else (REFRESHED,)))
         for place, d in enumerate(batch):
             d.seen[REFRESHED] = residual, place
@@ -426,7 +425,7 @@ def _scale(batch: list[Decision]) -> Tensor:
 
 def _masked(batch: list[Decision]) -> Tensor | None:
     """Which gradients are finite, of matrices that other ranks have too; None where that was read."""
-    if batch[0].matrix.group["gate"] == "sync":
+    if batch[0].gate == "sync":
         return None
     return agreed([d.matrix for d in batch])
 

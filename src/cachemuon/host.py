@@ -78,6 +78,17 @@ class Readback:
         return read(self._host)
 
 
+def together(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Tensors of any devices as one, on one that is not the host's where there is any: a copy to the host
+    that nobody waits for would be read before it has arrived.
+
+    >>> together([torch.tensor([True]), torch.tensor([0.5])], torch.float32)
+    tensor([1.0000, 0.5000])
+    """
+    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+    return torch.cat([part.to(device, dtype, non_blocking=True) for part in parts])
+
+
 class Ledger:
     """Tensors of the state that the host knows by heart, and so need not be read at every step.
 
@@ -181,9 +192,10 @@ class Kept:
     residuals: Ledger = field(default_factory=Ledger)
     sent: list[tuple[Readback, Sequence[Pending]]] = field(default_factory=list)
     plan: Any = None
+    differing: set[tuple[int, ...]] = field(default_factory=set)  # ranks that plan what they share apart
     homes: Any = None
     parties: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    reconciled: bool = False  # with other ranks, since the state was made or loaded
+    reconciled: bool = False  # with other ranks, since groups, settings or state are what they are
     warned: set[str] = field(default_factory=set)
     told: dict[str, list[int]] = field(default_factory=dict)  # what the last metrics() had counted
 
@@ -192,9 +204,8 @@ class Kept:
         for.
         """
         parts = [*finite, *residuals]
-        device, dtype = parts[0].device, reduce(torch.promote_types, (part.dtype for part in parts))
-        values = torch.cat([part.to(device, dtype, non_blocking=True) for part in parts])
-        self.sent.append((Readback(values), claims))
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+        self.sent.append((Readback(together(parts, dtype)), claims))
 
     def settle(self, *, wait: bool) -> bool:
         """Mend the claims that did not hold, and write down the residuals; unless they have not arrived and

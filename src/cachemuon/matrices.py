@@ -87,6 +87,11 @@ class Matrix:
         return cached_in(self.group, self.momentum.dtype)
 
 
+def identity(param: Tensor) -> tuple[Any, ...]:
+    """What tells that a parameter is still the one that it was, and has not got another shape."""
+    return id(param), param.shape, param.dtype, param.device
+
+
 def cached_in(group: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
     """The dtype that transforms of a group's parameters of that dtype are kept in."""
     return group["cache_dtype"] or computed_in(dtype)

@@ -10,7 +10,6 @@ from torch.optim.optimizer import ParamsT
 
 from .accounts import Record
 from .base import MatrixOptimizer
-from .distributed import Shared, apart, travel, worked_on
 from .flops import Executed, executed_by, paper_cost
 from .fresh import send, solve_step
 from .host import Claim
@@ -20,6 +19,7 @@ from .polar import AutoNS, GramNS, Solver, StandardNS
 from .products import panels
 from .settings import shorthand
 from .stats import count
+from .travel import Shared, apart, travel, worked_on
 from .views import Piece, reading_of
 
 

@@ -16,7 +16,7 @@ from .cache import CacheGNS
 from .distributed import ranks_of
 from .flops import Executed, executed_by
 from .guard import Guard
-from .matrices import cached_in
+from .matrices import cached_in, identity
 from .polar import computed_in
 from .views import Piece, reading_of
 from .workspace import hit_bytes, solve_bytes
@@ -29,6 +29,7 @@ SETTINGS = (
     "max_norm",
     "gate",
     "guard",
+    "min_rows",
     "max_age",
     "view",
     "split",
@@ -64,7 +65,7 @@ class Policy:
     hit_room: int  # bytes, for each of a batch
     solve_room: int
     left: int  # bytes that a probe leaves until the gate has decided
-    fits: bool = True  # there is room for its transform within `max_cache_bytes`
+    aside: str = ""  # why it is never cached, whatever it costs
 
     @classmethod
     def of(cls, group: dict[str, Any], param: Tensor, piece: Piece, batch: int) -> Policy:
@@ -79,7 +80,9 @@ class Policy:
         guard = Guard.of(cost, device=param.device.type, **limits)
         left = 0 if lagged else n * m if cache.probe == "exact" else 2 * n * cost.rank
         room = hit_room, solve_bytes(n, m, size), left * size
-        return cls(cache, guard if group["guard"] else None, cost.cold, kept, guard.saved / kept, *room)
+        few = f"fewer than min_rows={group['min_rows']} rows" if n < group["min_rows"] else ""
+        guarded = guard if group["guard"] else None
+        return cls(cache, guarded, cost.cold, kept, guard.saved / kept, *room, aside=few)
 
     @property
     def always_rests(self) -> bool:
@@ -87,8 +90,8 @@ class Policy:
         return self.resting(wait=0)
 
     def resting(self, wait: int) -> bool:
-        """Whether its cache is set aside: there is no room for it, or the guard has done so."""
-        return not self.fits or (self.guard is not None and self.guard.resting(wait))
+        """Whether its cache is set aside, for good or by the guard."""
+        return bool(self.aside) or (self.guard is not None and self.guard.resting(wait))
 
 
 Member = tuple[dict[str, Any], Tensor, Piece, int]
@@ -180,14 +183,14 @@ class Plan:
                 left -= number * policy.kept
                 alike = alike[number:]
             if alike:
-                yield alike, replace(policy, fits=False)
+                yield alike, replace(policy, aside="no room within max_cache_bytes")
 
     def digest(self, params: Iterable[Tensor]) -> int:
         """A number that tells plans for these parameters apart."""
         told = []
         for param in params:
             policies, early = self.of(param)
-            told.append((early, [(policy.guard, policy.fits) for policy in policies]))
+            told.append((early, [(policy.guard, policy.aside) for policy in policies]))
         return int.from_bytes(blake2b(repr(told).encode(), digest_size=7).digest(), "little")
 
     @property
@@ -207,7 +210,7 @@ class Plan:
 
 def _key(groups: list[dict[str, Any]]) -> list[Any]:
     return [
-        (*(group[name] for name in SETTINGS), *map(id, group["params"]))
+        (*(group[name] for name in SETTINGS), *map(identity, group["params"]))
         for group in groups
         if group["use_muon"]
     ]

@@ -55,6 +55,19 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def holds(dtype: torch.dtype, schedule: Schedule) -> bool:
+    """Whether transforms of a schedule may be rounded to a dtype.
+
+    Their entries go up to its gain, where they meet directions that are zero in the matrix that they were
+    made for. What rounding loses there, `gain eps / 2`, must not be much longer than a direction.
+
+    >>> from cachemuon.schedules import DEEPSEEK_V4
+    >>> holds(torch.float16, GRAM), holds(torch.float16, DEEPSEEK_V4)  # gains of 804 and 79,263
+    (True, False)
+    """
+    return schedule.gain * torch.finfo(dtype).eps / 2 <= 4
+
+
 def peak_of(M: Tensor) -> Tensor:
     """`max|M|` of each matrix, `(..., 1, 1)`. On a CPU nine times faster than the infinity norm."""
     return torch.maximum(M.amax(dim=(-2, -1), keepdim=True), -M.amin(dim=(-2, -1), keepdim=True))
@@ -288,7 +301,7 @@ class AutoNS(Solver):
     """The cheaper of StandardNS and GramNS for the shape and precision, with one schedule.
 
     In exact arithmetic both give the same direction. By their products of matrices GramNS is the cheaper
-    from m > 1.5 n on, and for every shape where half of a symmetric product is computed (`products.panels`).
+    from about m > 1.5 n on; the prices are those of `flops`.
 
     >>> AutoNS().choose(256, 256, torch.float32)
     StandardNS(schedule=Schedule(...'gram'...

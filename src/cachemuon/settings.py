@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .distributed import check_sharding
 from .matrices import ADJUST_LR_FNS
-from .polar import Solver
+from .polar import Solver, holds
 from .schedules import QUINTIC, Schedule
 from .stats import COLUMNS, NO_AGE, OUTCOMES, RESIDUALS, transform_name
 from .views import reading_of
@@ -62,9 +62,9 @@ def check_kept(group: dict[str, Any]) -> None:
     if dtype is not None and dtype not in CACHE_DTYPES:
         allowed = ", ".join(map(str, CACHE_DTYPES))
         raise ValueError(f"cache_dtype must be one of {allowed} or None, got {dtype!r}")
-    gain = math.prod(a for a, _, _ in group["solver"].schedule.triples)
-    if dtype is not None and gain > torch.finfo(dtype).max:
-        needed = f"a transform of this solver, with entries up to {gain:.0f}"
+    schedule = group["solver"].schedule
+    if dtype is not None and not holds(dtype, schedule):
+        needed = f"a transform of this solver, with entries up to {schedule.gain:.0f}"
         raise ValueError(f"cache_dtype must hold {needed}, got {dtype!r}")
     if size is not None and not (isinstance(size, int) and size >= 0):
         raise ValueError(f"max_cache_bytes must be an integer >= 0 or None, got {size!r}")

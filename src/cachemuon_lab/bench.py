@@ -219,15 +219,26 @@ PARTS: dict[str, Callable[[str, int, bool, Progress], Results]] = {
 """What can be measured, each by a function of device, rounds, whether it must be quick, and whom to tell."""
 
 
+def measured(path: Path) -> Results:
+    """What an earlier run has written."""
+    try:
+        results = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(results, dict) or not all(isinstance(part, dict) for part in results.values()):
+        raise ValueError(f"{path} must be an object of objects, as `cachemuon bench` writes it")
+    return results
+
+
 def run(out: Path, parts: Iterable[str], *, rounds: int, quick: bool, tell: Progress) -> Results:
     """Measure the parts that `out / "bench.json"` has not yet; it is written after every part."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = out / "bench.json"
-    results: Results = json.loads(path.read_text()) if path.is_file() else {}
+    results = measured(path) if path.is_file() else {}
     about = machine(device)
-    if results and results["machine"] != about:
+    if results and results.get("machine") != about:
         raise ValueError(
-            f"{path} was measured elsewhere ({results['machine']}): --overwrite, or another --out"
+            f"{path} was measured elsewhere ({results.get('machine')}): --overwrite, or another --out"
         )
     results |= {"machine": about}
     out.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
             code = _interrupted("interrupted", arguments)
     except typer.TyperException as error:
-        code = _wrong(error.format_message())
+        message = error.format_message()  # none where the help was shown instead
+        code = _wrong(message) if message else WRONG
     except OSError as error:
         code = _wrong(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ModuleNotFoundError as error:
@@ -293,7 +294,7 @@ def sweep(
     steps: Annotated[
         int | None, typer.Option(help="Length of the proxy runs; the recipe's if not given.")
     ] = None,
-    trials: Annotated[int | None, typer.Option(help="At most so many points now.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="At most so many points now.")] = None,
     prune: Annotated[
         bool, typer.Option(help="End runs that are worse than the median of the others.")
     ] = True,
@@ -458,9 +459,7 @@ def bench(
 
     Nothing else should run meanwhile. Interrupted, the same command goes on with the next part.
     """
-    import json
-
-    from cachemuon_lab.bench import PARTS, run
+    from cachemuon_lab.bench import PARTS, measured, run
     from cachemuon_lab.performance import draw, renewed, tables, to_page
     from cachemuon_lab.timing import avoid_trapped_bf16
 
@@ -470,7 +469,7 @@ def bench(
         raise ValueError(f"--rounds must be at least 2, got {rounds}")
     out = out or RUNS / ("bench-quick" if quick else "bench")
     if again is not None:
-        results = json.loads(again.read_text())
+        results = measured(again)
     else:
         avoid_trapped_bf16()
         if overwrite:
@@ -497,7 +496,7 @@ def _shapes(word: str) -> Sequence[Shape]:
     if word in models:
         return models[word]
     rows, _, columns = word.partition("x")
-    if not (rows.isdecimal() and columns.isdecimal()):
+    if not all(side.isdecimal() and 0 < len(side) < 10 for side in (rows, columns)):
         raise ValueError(f"expected {', '.join(models)} or a shape as 768x3072, got {word!r}")
     return [(int(rows), int(columns))]
 

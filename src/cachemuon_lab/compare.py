@@ -20,7 +20,7 @@ import torch
 from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig, with_overrides
 from cachemuon_lab.ranks import Ranks
 from cachemuon_lab.recipes import NESTEROV_LR, Recipe, recipe
-from cachemuon_lab.record import CONFIG, Run
+from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Run
 from cachemuon_lab.train import Progress, alone, train
 
 KINDS: tuple[str, ...] = get_args(get_type_hints(OptimizerConfig)["kind"])
@@ -143,7 +143,7 @@ def compare(
 def _remove(folders: list[Path]) -> None:
     ranks = Ranks.current()
     for folder in folders:
-        if ranks.gather((folder / CONFIG).exists())[0]:
+        if ranks.gather(any((folder / name).exists() for name in (CONFIG, RECORD, CHECKPOINT)))[0]:
             with alone(folder, ranks):
                 if ranks.main:
                     shutil.rmtree(folder)

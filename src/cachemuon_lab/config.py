@@ -31,7 +31,7 @@ MOST = 2**53
 CACHING = ("paper", "cache")
 """The kinds of optimizer that are a CacheMuon."""
 
-CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "max_norm", "gate", "guard")
+CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "max_norm", "gate", "guard", "min_rows")
 """CacheMuon's own, by the names that both it and `OptimizerConfig` have."""
 
 
@@ -61,8 +61,8 @@ class OptimizerConfig:
     """An optimizer by name, with the paper's defaults, and CacheMuon's own.
 
     "polar", "gram", "jordan": Muon that solves at every step; "paper": CacheMuon.paper, of which only `gamma`
-    is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `guard`; "stale": GramMuon that
-    solves at every `period`-th step and takes the same direction until the next; "adamw": Adam for
+    is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `min_rows`; "stale": GramMuon
+    that solves at every `period`-th step and takes the same direction until the next; "adamw": Adam for
     everything, by the `adam_` settings. `head` says whose the output layer is.
 
     >>> OptimizerConfig("paper", gamma=2.0).label
@@ -84,6 +84,7 @@ class OptimizerConfig:
     max_norm: float | None = 2.0
     gate: Literal["sync", "lagged"] = "sync"
     guard: bool = True
+    min_rows: int = 0
     period: int = 2
     adam_lr: float = 2e-3
     adam_betas: tuple[float, float] = (0.9, 0.999)
@@ -103,6 +104,7 @@ class OptimizerConfig:
             _at_least(f"optimizer.{name}", getattr(self, name), 1)
         if self.max_age is not None:
             _at_least("optimizer.max_age", self.max_age, 0)
+        _at_least("optimizer.min_rows", self.min_rows, 0)
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"optimizer.max_norm must be a number > 0 or none, got {self.max_norm!r}")
 

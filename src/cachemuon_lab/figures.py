@@ -44,10 +44,15 @@ class Drawn(NamedTuple):
 Picture = tuple[Figure, str]
 
 
+FORMATS = ("pdf", "png", "svg")
+
+
 def figures(
-    runs: Sequence[Run], out: str | os.PathLike[str], formats: Sequence[str] = ("pdf", "png", "svg")
+    runs: Sequence[Run], out: str | os.PathLike[str], formats: Sequence[str] = FORMATS
 ) -> list[Drawn]:
     """Write every figure that the runs allow into the folder `out`; those of several tasks are numbered."""
+    if wrong := [one for one in formats if one not in FORMATS]:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {wrong[0]!r}")
     Path(out).mkdir(parents=True, exist_ok=True)
     groups, drawn = tasks(runs), []
     for number, group in enumerate(groups, start=1):

@@ -25,10 +25,10 @@ from cachemuon import (
     param_groups,
 )
 from cachemuon.base import MatrixOptimizer
-from cachemuon.distributed import Shared
 from cachemuon.fresh import directions, send
 from cachemuon.matrices import Matrix, accumulate, descend, step_lengths
 from cachemuon.stats import OUTCOMES
+from cachemuon.travel import Shared
 from cachemuon.views import reading_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 

@@ -168,7 +168,12 @@ class Record:
     ) -> None:
         self.path = Path(folder) / RECORD
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_lines(self.path) if 0 < line["step"] <= step and line["kind"] != "end"]
+        kept: list[dict[str, Any]] = []
+        if step:
+            before = read_lines(self.path)
+            kept = [line for line in before if 0 < line["step"] <= step and line["kind"] != "end"]
+        else:  # first, so that no lines of before ever stand under a new configuration
+            write_atomically(self.path, "")
         write_atomically(self.path.parent / CONFIG, config.to_json())
         write_atomically(self.path.parent / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -232,10 +237,20 @@ def held(folder: Path) -> Iterator[None]:
             warnings.warn(
                 f"{folder} cannot be locked, let no other process write there: {error}", stacklevel=3
             )
+        if not _is_still(file.fileno(), folder / LOCK):
+            raise ValueError(f"{folder} was just removed by another process: try again")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
         yield
+
+
+def _is_still(handle: int, path: Path) -> bool:
+    """Whether an open file is the one of that path, and not one that was deleted."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(handle: int) -> None:

@@ -22,7 +22,7 @@ from cachemuon_lab.workloads import gamma_for, smooth_gradients
 Results = dict[str, Any]
 Progress = Callable[[str], None]
 
-PAPERS_HITS = 0.59  # of GPT-2 Small on OpenWebText at gamma 5
+PAPERS_HITS = 0.59  # of GPT-2 Large on OpenWebText at gamma 5
 SLOW = 5  # times GramMuon's
 
 

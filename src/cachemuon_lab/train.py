@@ -232,6 +232,9 @@ def open_data(config: RunConfig) -> Batches:
     if isinstance(config.model, GPT2Config):
         context, size = config.data.context or config.model.context, config.batch_size
         if config.data.kind == "python":
+            if config.model.vocabulary < 256:
+                got = config.model.vocabulary
+                raise ValueError(f"model.vocabulary must be at least 256 for bytes, got {got}")
             return python_corpus(path).batches(context, size, config.seed)
         folder = _required(path, "with train.bin and val.bin, as `cachemuon prepare` makes")
         train, validation = (
@@ -292,7 +295,12 @@ def _finished(folder: Path, config: RunConfig, resume: bool, overwrite: bool) ->
     """The run in the folder, if it is to be resumed and is complete; refuses what would spoil one."""
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other, got True for both")
-    if overwrite or not (folder / CONFIG).exists():
+    if overwrite:
+        return None
+    if not (folder / CONFIG).exists():
+        files = [name for name in (RECORD, CHECKPOINT) if (folder / name).exists()]
+        if there := [str(name) for name in files if (folder / name).stat().st_size]:
+            raise ValueError(f"{folder} has {' and '.join(there)}, but no {CONFIG}: overwrite begins anew")
         return None
     run = Run.open(folder)
     if not resume:
@@ -311,8 +319,6 @@ def _open_record(
 ) -> Record:
     if not ranks.main:
         return Record.nowhere()
-    if standing.step == 0:
-        (folder / CHECKPOINT).unlink(missing_ok=True)
     described = json.loads(json.dumps(data.describe()))
     before = described
     if standing.step:
@@ -324,6 +330,8 @@ def _open_record(
         raise ValueError(f"the data is not what the run in {folder} began with: {before}, now {described}")
     used = config.autocast if _autocast(config, device) is not nullcontext else None
     environment = describe_environment(device, described, autocast=used, processes=ranks.world)
+    if standing.step == 0:
+        (folder / CHECKPOINT).unlink(missing_ok=True)
     return Record(folder, config, environment, standing.step)
 
 

@@ -506,6 +506,20 @@ def test_adam_with_a_parameter_that_is_part_of_a_tensor(make, fused):
 
 
 @both_optimizers
+def test_adam_counts_its_steps_whatever_the_default_dtype(make):
+    torch.set_default_dtype(torch.bfloat16)  # which has no number between 256 and 258
+    try:
+        param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32))
+        optimizer = make([{"params": [param], "use_muon": False}])
+        for _ in range(300):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[param]["step"] == 300
+
+
+@both_optimizers
 def test_adam_with_a_tensor_as_learning_rate(make):
     b, twin = parameter((4,)), parameter((4,))
     optimizer = make([{"params": [b], "use_muon": False, "lr": torch.tensor(0.01)}])

@@ -24,7 +24,7 @@ from contract.variants import (
 )
 from unclipped import unclipped
 
-from cachemuon import QUINTIC, GramNS, Muon, StandardNS
+from cachemuon import QUINTIC, CacheMuon, GramNS, Muon, StandardNS
 from cachemuon.stats import COLUMNS
 
 TRANSFORMER = TASKS["transformer"]  # attention, a tied embedding, tall and wide matrices
@@ -493,3 +493,60 @@ def test_a_state_goes_on_in_another_precision():
     resumed.load_state_dict(optimizer.state_dict())
     run(resumed, wider, range(3, 6))
     assert resumed.cache_stats()["hits"] > 0
+
+
+def test_a_state_without_a_transform_is_solved_anew_whenever_its_gradient_comes():
+    params = [parameter((24, 32), index) for index in range(2)]
+    optimizer = unclipped(params, max_age=None, gamma=1e9)
+    run(optimizer, params, range(3))
+    state = optimizer.state_dict()
+    saved = {**state, "state": {number: dict(entries) for number, entries in state["state"].items()}}
+    del saved["state"][0]["transform"]
+    resumed = unclipped(params, max_age=None, gamma=1e9)
+    resumed.load_state_dict(saved)
+    params[0].grad = None
+    run(resumed, params[1:], range(3, 5))  # the first parameter has no gradient yet
+    before = params[0].detach().clone()
+    run(resumed, params, range(5, 6))
+    assert not torch.equal(params[0], before)
+    events = resumed.events()
+    assert events["group0.param0"].reason == "cold" and events["group0.param1"].hit
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torch_is_complete_while_a_cache_rests(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(2)))
+        return model, CacheMuon(model.parameters(), lr=0.01, gamma=2.0)
+
+    model, optimizer = made()
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step)
+        model[0].weight.grad = torch.randn(256, 256, generator=generator) * 10.0 ** torch.arange(256).div(64)
+        model[1].weight.grad = torch.eye(256)
+        optimizer.step()
+    first, second = (optimizer.state[layer.weight] for layer in model)
+    assert "transform" not in first and "transform" in second
+    assert "rests for" in optimizer.explain().rows[0].cache
+    named = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(named, checkpoint_id=tmp_path / "saved", no_dist=True)
+
+    model, resumed = made()
+    named = dict(zip(("model", "optimizer"), get_state_dict(model, resumed), strict=True))
+    dcp.load(named, checkpoint_id=tmp_path / "saved", no_dist=True)
+    set_state_dict(model, resumed, model_state_dict=named["model"], optim_state_dict=named["optimizer"])
+    assert [row.cache for row in resumed.explain().rows] == [row.cache for row in optimizer.explain().rows]
+    assert torch.equal(resumed.state[model[1].weight]["transform"], second["transform"])
+
+
+def test_a_reading_that_changes_in_mid_run_is_refused():
+    param = parameter((24, 32))
+    optimizer = unclipped([param])
+    run(optimizer, [param], [0])
+    optimizer.param_groups[0]["split"] = 2
+    with pytest.raises(ValueError, match=r"view and split must stay as they were .* got 2 matrices"):
+        run(optimizer, [param], [1])

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cachemuon import CacheMuon, GramNS, Muon
 
 ROOT = Path(__file__).parents[2]
-SHAPES = [(24, 48), (36, 36), (24, 48), (24, 24), (48, 60)]  # rows that 2, 3 and 4 ranks divide
+SHAPES = [(24, 48), (36, 36), (24, 48), (48, 24), (48, 60)]  # rows that 2, 3 and 4 ranks divide
 MAX_AGE = 3
 
 

@@ -23,6 +23,7 @@ CACHE_SETTINGS: dict[str, tuple[Any, ...]] = {
     "seed": (0, 7),
     "gate": ("sync", "lagged"),
     "guard": (False, False, False, True),
+    "min_rows": (0, 0, 0, 8),
 }
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "lr": (1e-3, 0.02, 1.0, 0.0, "tensor"),
@@ -34,7 +35,18 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "solver": ("gram", "quintic"),
     "max_workspace_bytes": (None, None, 1, 20_000),
 }
-LATER = ("lr", "momentum", "weight_decay", "gamma", "max_age", "max_norm", "gate", "guard", "nesterov")
+LATER = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "nesterov",
+    "gamma",
+    "max_age",
+    "max_norm",
+    "gate",
+    "guard",
+    "min_rows",
+)
 """What may be changed in mid-run."""
 
 

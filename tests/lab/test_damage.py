@@ -201,3 +201,65 @@ def test_without_the_laboratorys_packages_the_command_says_what_to_install():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
     assert result.stderr == "cachemuon: typer is not installed: pip install 'cachemuon[lab]'\n"
+
+
+def test_overwriting_a_damaged_run_begins_anew(stopped):
+    (stopped / "record.jsonl").write_text("garbage{\n{}\n")
+    run = train(CONFIG, stopped, overwrite=True)
+    assert run.complete and [line["step"] for line in run.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_has_lost_its_configuration_is_not_written_over(stopped, resume):
+    (stopped / "config.json").unlink()
+    before = {path: path.read_bytes() for path in (stopped / "record.jsonl", stopped / CHECKPOINT)}
+    with pytest.raises(ValueError, match=r"has record.jsonl and .*latest.pt, but no config.json"):
+        train(CONFIG, stopped, resume=resume)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert train(CONFIG, stopped, overwrite=True).complete
+
+
+def test_a_kill_while_a_run_is_overwritten_leaves_no_old_losses_under_new_settings(stopped, monkeypatch):
+    other = configure(recipe("gpt2-nano"), variant(recipe("gpt2-nano")), [*TINY, "optimizer.lr=0.5"])
+    monkeypatch.setattr("cachemuon_lab.record.ENVIRONMENT", "no folder/environment.json")  # it ends there
+    with pytest.raises(OSError):
+        train(other, stopped, overwrite=True)
+    monkeypatch.undo()
+    run = Run.open(stopped)
+    assert run.config.optimizer.lr == 0.5 and not run.steps and not run.complete
+    assert train(other, stopped, resume=True).complete
+
+
+def test_a_comparison_overwrites_what_has_lost_its_configuration(tmp_path):
+    from cachemuon_lab.compare import compare
+
+    nano = recipe("gpt2-nano")
+    few = {"variants": nano.variants[:1], "overrides": TINY, "resume": False}
+    (run,) = compare(nano, tmp_path, **few)
+    (run.folder / "config.json").unlink()
+    (again,) = compare(nano, tmp_path, **few)
+    assert again.complete
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "gpt2-nano", "--set", "model.vocabulary=100"], "model.vocabulary must be at least 256"),
+        (["flops", f"{'9' * 400}x4"], "a shape as 768x3072"),
+        (["sweep", "gpt2-nano", "--trials", "0"], "trials"),
+        (["bench", "--from", "FILE"], "must be an object of objects"),
+    ],
+)
+def test_more_that_is_told_in_one_line(words, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench.json").write_text("[]")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "bench.json") if word == "FILE" else word for word in words])
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_the_help_alone_is_no_error_message(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "cachemuon:" not in capsys.readouterr().err

@@ -81,3 +81,19 @@ def test_a_second_search_is_refused(tmp_path):
     with held(tmp_path), pytest.raises(ValueError, match="is in use by process"):
         sweep(NANO, tmp_path, steps=2, trials=1, overrides=TINY)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
+    import shutil
+
+    from cachemuon_lab import record
+
+    lock = record._lock
+
+    def late(handle):
+        lock(handle)
+        shutil.rmtree(tmp_path / "run")  # by a process that held the lock, just before
+
+    monkeypatch.setattr(record, "_lock", late)
+    with pytest.raises(ValueError, match="was just removed"), record.held(tmp_path / "run"):
+        pass

@@ -4,17 +4,15 @@ import json
 import sys
 
 import longer
-import numpy as np
 import pytest
+from made_tokens import write_tokens
 
 TINY = ("model.width=32", "model.layers=1", "model.context=16", "batch_size=2", "validate_every=2")
 
 
 @pytest.fixture
 def data(tmp_path):
-    for split, size in (("train", 400), ("val", 4000)):
-        np.random.default_rng(0).integers(0, 256, size).astype("<u2").tofile(tmp_path / f"{split}.bin")
-    return tmp_path
+    return write_tokens(tmp_path, train=400, val=4000)
 
 
 def test_the_command_searches_trains_and_tells(data, tmp_path, monkeypatch, capfd):
@@ -23,35 +21,28 @@ def test_the_command_searches_trains_and_tells(data, tmp_path, monkeypatch, capf
     monkeypatch.setattr(longer, "FIRST", {kind: (0, 1) for kind in longer.FIRST})
     page, out = tmp_path / "page.md", tmp_path / "out"
     page.write_text("".join(f"<!-- table {name} -->\n<!-- end -->\n" for name in ("longer", "longer_search")))
-    told = [
-        "--text",
-        data,
-        "--out",
-        out,
-        "--steps",
-        4,
-        "--workers",
-        1,
-        "--methods",
-        "gram",
-        "cache",
-        "--page",
-        page,
-    ]
+    told = ["--text", data, "--out", out, "--steps", 4, "--search", 2, "--workers", 1, "--page", page]
     monkeypatch.setattr(sys, "argv", ["longer.py", *map(str, told), "--minutes", "0"])
     longer.main()
     assert "goes on" in capfd.readouterr().out and not (out / "longer.json").exists()
     monkeypatch.setattr(sys, "argv", ["longer.py", *map(str, told)])
     longer.main()
     results = json.loads((out / "longer.json").read_text())
-    gram, cache = results["methods"]
-    best = min(results["searched"]["cache"].items(), key=lambda found: found[1])
-    assert gram["kind"] == "gram" and cache["lr"] == float(best[0])
-    assert len(cache["losses"]) == 2 and cache["steps"] == [2, 4]
-    assert cache["curve"][-1] == pytest.approx(sum(cache["losses"]) / 2, abs=1e-4)
-    assert (out / "cache-0.01-s0").exists() and (out / f"cache-{cache['lr']:g}-s2").exists()
-    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
-    assert rows[1].startswith("| GramMuon |") and rows[1].endswith("| 100% |")
-    assert rows[3].startswith("| CacheMuon |") or rows[2].startswith("| CacheMuon |")
-    assert "| 0.01 | 0.02 |" in page.read_text()
+    searched = results["searched"]
+    assert searched.keys() == {"gram", "jordan", "cache"}
+    fresh = min(("gram", "jordan"), key=lambda kind: min(searched[kind].values()))
+    rates = {kind: float(min(searched[kind], key=searched[kind].get)) for kind in (fresh, "cache")}
+    rows = results["methods"]
+    wanted = [(kind, rate * part) for kind, rate in rates.items() for part in (1, 0.5)]
+    assert [(row["kind"], row["lr"]) for row in rows] == wanted
+    for one, half in (rows[:2], rows[2:]):  # the better of the first seed has the second one too
+        better, worse = sorted((one, half), key=lambda row: len(row["losses"]), reverse=True)
+        assert len(better["losses"]) == 2 and len(worse["losses"]) == 1
+        assert better["losses"][0] <= worse["losses"][0]
+        assert better["steps"] == [2, 4]
+        assert better["curve"][-1] == pytest.approx(sum(better["losses"]) / 2, abs=1e-4)
+    told = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert len(told) == 1 + 4 + 1 + 3 and "| 0.01 | 0.02 |" in page.read_text()
+    if fresh == "gram":
+        assert told[1].endswith("| 100% |")
     assert (out / "longer.png").stat().st_size > 10_000

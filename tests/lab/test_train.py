@@ -379,7 +379,7 @@ def test_optimizers_are_what_their_names_say():
 
 def test_cachemuon_has_all_settings_of_its_configuration():
     settings = {"gamma": 3.0, "vectors": 4, "max_age": 9, "clip": 0.75}
-    settings |= {"max_norm": 3.0, "gate": "lagged", "guard": False}
+    settings |= {"max_norm": 3.0, "gate": "lagged", "guard": False, "min_rows": 2}
     assert settings.keys() == set(CACHE_SETTINGS)
     optimizer = make_optimizer(OptimizerConfig("cache", **settings), build(ResNetConfig(width=4)))
     group = optimizer.param_groups[0]

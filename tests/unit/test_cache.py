@@ -7,7 +7,7 @@ from recording import recorded_gradients
 from reference import paper
 from torch.utils.flop_counter import FlopCounterMode
 
-from cachemuon import GRAM, CacheGNS, GramNS, StandardNS
+from cachemuon import DEEPSEEK_V4, GRAM, CacheGNS, GramNS, StandardNS
 from cachemuon.cache import decide
 from cachemuon.flops import Executed
 from cachemuon.stats import AGE, EARLY, NO_AGE, OUTCOMES, count, new_counters
@@ -103,6 +103,22 @@ def test_a_batch_is_decided_matrix_by_matrix(probe):
         torch.testing.assert_close(directions[i], direction)
         torch.testing.assert_close(kept[i], transform)
         assert events[i].residual == pytest.approx(event.residual, rel=1e-9)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.25])
+def test_a_transform_beyond_the_range_of_float16_is_applied_all_the_same(clip):
+    # A rank of two, so that the transform is the schedule's whole gain, 79,263, times nearly the identity.
+    generator = torch.Generator().manual_seed(0)
+    M = torch.randn(64, 2, generator=generator) @ torch.randn(2, 96, generator=generator)
+    half, full = (
+        CacheGNS(GramNS(DEEPSEEK_V4, dtype=dtype), clip=clip) for dtype in (torch.float16, torch.float32)
+    )
+    _, Q, _ = half(M, None, gamma=20.0)
+    assert Q.max() > torch.finfo(torch.float16).max
+    direction, _, event = half(M, Q, gamma=20.0, step=1)
+    expected, _, _ = full(M, Q, gamma=20.0, step=1)
+    assert event.hit
+    assert torch.linalg.norm(direction - expected) < 0.02 * torch.linalg.norm(expected)
 
 
 def test_tall_is_wide_transposed():

@@ -159,6 +159,35 @@ def test_every_device_gets_one_upload_and_all_are_read_together():
             assert optimizer.state[param]["transform"].device == param.device
 
 
+@pytest.mark.parametrize("make, waits", [MAKES[name] for name in ("Muon", "sync", "lagged")])
+def test_beside_matrices_on_the_host_nothing_is_read_before_it_has_arrived(make, waits):
+    with fake_cuda() as reads:
+        params = on(torch.device("cpu"), [(64, 128)] * 2) + on(CUDA[0], [(64, 128)] * 2)
+        optimizer = make(params)
+        for _ in range(4):
+            reads.clear()
+            crossings = stepped(optimizer, params)
+            to_host = crossings.copies.count(("cuda:0", "cpu"))
+            assert crossings.pinned == 1 + to_host  # every copy to the host is one that is waited for
+            assert reads.count("cuda") == waits
+
+
+@pytest.mark.parametrize("make", [MAKES[name][0] for name in ("Muon", "sync", "lagged")])
+def test_counters_that_were_moved_to_the_device_come_back_once(make):
+    # As Lightning moves them, with all of a state that was loaded.
+    with fake_cuda():
+        params = on(CUDA[0], [(64, 128)] * 3)
+        optimizer = make(params)
+        usual = [len(stepped(optimizer, params).copies) for _ in range(2)][-1]
+        for state in optimizer.state.values():
+            state["counters"], state["residuals"] = (
+                state[key].to(CUDA[0]) for key in ("counters", "residuals")
+            )
+        stepped(optimizer, params)
+        assert {state["counters"].device.type for state in optimizer.state.values()} == {"cpu"}
+        assert len(stepped(optimizer, params).copies) <= usual
+
+
 def test_a_learning_rate_on_the_device_stays_there():
     with fake_cuda() as reads:
         params = on(CUDA[0], [(64, 128)] * 3)

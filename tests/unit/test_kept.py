@@ -1,4 +1,4 @@
-"""How transforms are kept: in which dtype, and within which budget."""
+"""How transforms are kept: of which matrices, in which dtype, and within which budget."""
 
 import copy
 from functools import partial
@@ -110,11 +110,33 @@ def test_groups_may_keep_their_transforms_in_different_dtypes():
         ({"cache_dtype": torch.float16, "ns_steps": 10}, "entries up to 235105"),
         ({"max_cache_bytes": -1}, "max_cache_bytes must be an integer >= 0 or None, got -1"),
         ({"max_cache_bytes": 1e6}, "got 1000000.0"),
+        ({"min_rows": -1}, "min_rows must be an integer >= 0, got -1"),
+        ({"min_rows": 1.5}, "got 1.5"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         CacheMuon([parameter((6, 10))], **wrong)
+
+
+# The rows
+
+
+def test_matrices_of_few_rows_are_left_out_whatever_the_guard_says():
+    params = parameters()
+    optimizer = cached(params, min_rows=24, max_age=None)
+    run(optimizer, params, range(3))
+    assert [len(one) for one in transforms(optimizer)] == [1, 1, 0, 1, 0, 1]  # of 16 and of 12 rows: none
+    told = {row.name: row.cache for row in optimizer.explain().rows}
+    assert told["group0.param2"] == "rests: fewer than min_rows=24 rows"
+    assert "transform" in told["group0.param0"]
+    same = parameters()
+    run(everything := cached(same, max_age=None), same, range(3))
+    for index in (0, 1, 3, 5):
+        assert torch.equal(params[index], same[index])  # the others are cached as ever
+    everything.param_groups[0]["min_rows"] = 33
+    run(everything, same, [3])
+    assert held(everything) == 0  # from the next step on
 
 
 # The budget
@@ -146,12 +168,11 @@ def test_the_bytes_go_where_each_saves_most():
     for number in range(len(shapes) + 1):
         budget = sum(bytes_[place] for place in order[:number])
         plan = Plan(cached(params, max_cache_bytes=budget).param_groups)
-        assert {place for place, param in enumerate(params) if plan.of(param)[0][0].fits} == set(
-            order[:number]
-        )
+        cached_now = {place for place, param in enumerate(params) if not plan.of(param)[0][0].aside}
+        assert cached_now == set(order[:number])
     # What is too large for the rest of a budget leaves it to smaller ones.
     plan = Plan(cached(params, max_cache_bytes=3 * 4 * 64**2).param_groups)
-    assert [plan.of(param)[0][0].fits for param in params] == [True, False, False, True, False]
+    assert [not plan.of(param)[0][0].aside for param in params] == [True, False, False, True, False]
 
 
 def test_a_budget_of_nothing_is_muon_by_the_cheapest_solver_and_says_so():
@@ -177,8 +198,8 @@ def test_so_few_of_a_kind_that_they_would_not_pay_leave_their_bytes():
     # Sixteen of 128 x 128 share the calls of a probe; one alone pays more for them than its hits save.
     params = parameters([(128, 128)] * 16)
     groups = CacheMuon(params, max_cache_bytes=4 * 128**2).param_groups
-    assert not any(plan.fits for param in params for plan in Plan(groups).of(param)[0])
-    assert all(plan.fits for param in params for plan in Plan(CacheMuon(params).param_groups).of(param)[0])
+    assert all(one.aside for param in params for one in Plan(groups).of(param)[0])
+    assert not any(one.aside for param in params for one in Plan(CacheMuon(params).param_groups).of(param)[0])
 
 
 @pytest.mark.parametrize("gate", ["sync", "lagged"])

@@ -111,3 +111,27 @@ def test_on_a_device_where_calls_are_dear_a_cache_rests_that_pays_on_a_cpu():
         return Plan(CacheMuon(params).param_groups).of(params[0])[0][0].always_rests
 
     assert [rests("cpu", 1), rests("meta", 1), rests("meta", 1000)] == [False, True, False]
+
+
+def test_a_parameter_that_gets_another_shape_is_planned_anew():
+    param = torch.nn.Parameter(torch.randn(2, 24, 32))
+    optimizer = CacheMuon([param], guard=False, min_rows=16)
+    for number, rows in ((2, 24), (4, 24), (4, 8)):
+        param.data = torch.randn(number, rows, 32)
+        optimizer.state.pop(param, None)
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        stats = optimizer.cache_stats()["matrices"].values()
+        assert len(stats) == number
+        assert {entry["last"] for entry in stats} == {"cold" if rows >= 16 else "resting"}
+
+
+@pytest.mark.parametrize("wrong", [{"gate": "bogus"}, {"max_age": -1}, {"clip": 2.0}])
+def test_a_setting_that_cannot_be_meant_is_named_in_mid_run_too(wrong):
+    param = torch.nn.Parameter(torch.randn(24, 32))
+    optimizer = CacheMuon([param], guard=False)
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.param_groups[0] |= wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        optimizer.step()

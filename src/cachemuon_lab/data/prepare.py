@@ -183,7 +183,12 @@ class _Writer:
 
 
 def _read_json(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; delete it to start again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: expected an object; delete it to start again")
     for key, value in settings.items():
         if found.get(key) != value:
             raise ValueError(f"{path} was made with {key}={found.get(key)}, not {value}; use another folder")

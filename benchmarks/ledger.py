@@ -1,0 +1,104 @@
+"""Finished trainings as lines of JSON: studies go on from them on any machine; tables can be checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cachemuon_lab.config import RunConfig
+from cachemuon_lab.record import Run
+
+DIGITS = 5
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a study needs of a training.
+
+    `validations` have `step`, `loss` and `accuracy`. Of searches before there was a ledger only the last
+    loss is known: then `outcomes` is empty and `flops` None.
+    """
+
+    validations: list[dict[str, Any]]
+    outcomes: dict[str, int]
+    flops: int | None
+    revision: str | None
+
+    @classmethod
+    def of(cls, run: Run) -> Finished:
+        """What is kept of a run's record."""
+        outcomes: Counter[str] = Counter()
+        for line in run.steps:
+            outcomes.update({"hit": line["hits"], **line["misses"]})
+        validations = [
+            {"step": line["step"], "loss": round(line["loss"], DIGITS), "accuracy": line["accuracy"]}
+            for line in run.validations
+        ]
+        revision = run.environment.get("git")
+        return cls(validations, dict(+outcomes), run.steps[-1]["flops"], revision)
+
+    @property
+    def loss(self) -> float:
+        """The last validation loss."""
+        return float(self.validations[-1]["loss"])
+
+
+class Ledger:
+    """A file of finished trainings, each known by its name, its settings and its data.
+
+    A line of other settings or other data is never taken for the one that is asked for. Without a file
+    nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.lines = _read(path) if path is not None and path.exists() else []
+
+    def find(self, name: str, config: RunConfig) -> Finished | None:
+        """The newest line of that training, if there is one."""
+        for line in reversed([line for line in self.lines if line["name"] == name]):
+            # keys that a line lacks are settings that came later, and have their defaults
+            settings = RunConfig.from_json(json.dumps(line["config"]))
+            if settings == nameless(config) and line["data"] == data_of(config):
+                return Finished(**{item.name: line[item.name] for item in fields(Finished)})
+        return None
+
+    def add(self, name: str, config: RunConfig, finished: Finished) -> None:
+        """Append a line, at once on the disk."""
+        if self.path is None:
+            return
+        told = {"name": name, "data": data_of(config), **asdict(finished)}
+        line = {**told, "config": json.loads(nameless(config).to_json())}
+        self.lines.append(line)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def nameless(config: RunConfig) -> RunConfig:
+    """A run without what does not change it: its name, and where its data lies."""
+    return replace(config, name="run", data=replace(config.data, path=None))
+
+
+def data_of(config: RunConfig) -> str:
+    """A fingerprint of the files that a run is trained on."""
+    return _fingerprint(Path(config.data.path or ""))
+
+
+@cache
+def _fingerprint(folder: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.bin")):
+        found.update(path.name.encode())
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
