@@ -5,6 +5,8 @@ its rank and the world's size; it has a process group of its own (gloo).
 """
 
 import importlib.util
+import itertools
+import shutil
 import sys
 import tempfile
 import traceback
@@ -17,25 +19,30 @@ SECONDS = 120  # that a job may take
 
 
 class Ranks:
-    """Processes that wait for jobs."""
+    """Processes that wait for jobs.
+
+    The files by which the ranks of a job find each other stay until the end: a rank may still look at its
+    own after it has answered, and torch waits minutes for one that was just removed.
+    """
 
     def __init__(self, number):
         self.number, self.pipes, self.processes = number, [], []
+        self.folder, self.jobs = "", itertools.count()
 
     def __call__(self, job, world, *args):
         """What each rank returned."""
         if not self.processes:
             self._start()
         file = sys.modules[job.__module__].__file__
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world):
-                self.pipes[rank].send((file, job.__name__, rank, world, f"{folder}/store", args))
-            answers = []
-            for pipe in self.pipes[:world]:
-                if not pipe.poll(SECONDS):
-                    answers.append((False, f"no answer within {SECONDS} seconds"))
-                    break
-                answers.append(pipe.recv())
+        store = f"{self.folder}/{next(self.jobs)}"
+        for rank in range(world):
+            self.pipes[rank].send((file, job.__name__, rank, world, store, args))
+        answers = []
+        for pipe in self.pipes[:world]:
+            if not pipe.poll(SECONDS):
+                answers.append((False, f"no answer within {SECONDS} seconds"))
+                break
+            answers.append(pipe.recv())
         failed = {rank: told for rank, (good, told) in enumerate(answers) if not good}
         if failed:
             self.stop()
@@ -43,6 +50,7 @@ class Ranks:
         return [told for _, told in answers]
 
     def _start(self):
+        self.folder = tempfile.mkdtemp()
         context = get_context("spawn")
         for _ in range(self.number):
             ours, theirs = context.Pipe()
@@ -56,6 +64,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.pipes, self.processes = [], []
 
 
