@@ -8,9 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context, parent_process
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +42,49 @@ class Trainings:
         self, out: Path, *, workers: int = 2, minutes: float = math.inf, ledger: Path | None = None
     ) -> None:
         self.out, self.deadline, self.ledger = out, time.time() + 60 * minutes, Ledger(ledger)
-        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin)
+        context = get_context("spawn")
+        self.halt = context.Event()
+        self.pool = ProcessPoolExecutor(workers, context, _begin, (self.halt,))
 
     def run(self, configs: Mapping[str, RunConfig]) -> dict[str, Finished]:
         """Train all of them, each in the folder of its name."""
         found = {name: self.ledger.find(name, config) for name, config in configs.items()}
-        missing = [name for name, finished in found.items() if finished is None]
-        wanted = [configs[name] for name in missing], [self.out / name for name in missing]
-        ended = self.pool.map(partial(_trained, deadline=self.deadline), *wanted)
+        asked = {
+            self.pool.submit(_trained, config, self.out / name, self.deadline): name
+            for name, config in configs.items()
+            if found[name] is None
+        }
         try:
-            for name, finished in zip(missing, ended, strict=True):
+            for ended in as_completed(asked):
+                name, finished = asked[ended], ended.result()
                 found[name] = finished
                 if finished is not None:
                     self.ledger.add(name, configs[name], finished)
-        except KeyboardInterrupt:  # each run has noted it too, and ends with a checkpoint
-            self.pool.shutdown(cancel_futures=True)
+        except KeyboardInterrupt:
+            self._stop()
             raise Stopped(self.out) from None
+        except BaseException:  # of one of them: the others are left with a checkpoint
+            self._stop()
+            raise
         done = {name: finished for name, finished in found.items() if finished is not None}
         if len(done) < len(configs):
             raise Stopped(self.out)
         return done
 
+    def _stop(self) -> None:
+        """Each run ends at its next step, with a checkpoint; what waits does not begin."""
+        self.halt.set()
+        self.pool.shutdown(cancel_futures=True)
 
-_busy, _ended = threading.Lock(), threading.Event()  # of a worker: it trains; it shall not any more
+
+_busy = threading.Lock()  # while a worker trains
+_halt: Event  # of all workers: none shall train any more
 
 
-def _begin() -> None:
+def _begin(halt: Event) -> None:
     """A worker has one thread, and ends with the process that it works for, even if that is killed."""
+    global _halt
+    _halt = halt
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -76,14 +92,14 @@ def _begin() -> None:
 def _end_with_parent() -> None:
     if (parent := parent_process()) is not None:
         parent.join()
-    _ended.set()
+    _halt.set()
     with _busy:
         os._exit(1)
 
 
-def _trained(config: RunConfig, folder: Path, *, deadline: float) -> Finished | None:
+def _trained(config: RunConfig, folder: Path, deadline: float) -> Finished | None:
     """Train until the end; None where it stopped before: by Ctrl-C, at that time of day, or left alone."""
-    if _ended.is_set():
+    if _halt.is_set():
         return None
     told = time.time()
 
@@ -96,13 +112,13 @@ def _trained(config: RunConfig, folder: Path, *, deadline: float) -> Finished | 
             print(f"{folder.name}: {steps}{seen}", flush=True)
 
     def stop() -> bool:
-        return time.time() > deadline or _ended.is_set()
+        return time.time() > deadline or _halt.is_set()
 
     with _busy:
         try:
             return Finished.of(train(config, folder, resume=True, on_progress=show, stop=stop))
         except Interrupted:
-            _ended.set()  # nor what waits behind it
+            _halt.set()  # nor what waits behind it
             return None
 
 
