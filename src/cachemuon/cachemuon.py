@@ -39,7 +39,7 @@ class CacheMuon(MatrixOptimizer):
     only stops what has gone wrong. `CacheMuon.paper` is the paper's own algorithm.
 
     Settings and defaults that torch.optim.Muon has too are its own. For its limited steps the best learning
-    rate is one and a half to two times that of `Muon`; `max_norm=3` is for those who keep theirs.
+    rate is one and a half to two times that of `Muon`; `max_norm=4` is for those who keep theirs.
 
     `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
     goes with `clip=0`.
