@@ -9,12 +9,12 @@ folder of the study. The images are CIFAR-10's binary files.
 Every method is tuned with seed 0: GramMuon and CacheMuon over learning rate x momentum x Nesterov; the others
 begin at GramMuon's best rate and momentum, with Nesterov and without, AdamW at three rates of its own. From
 the best of that on, the neighbouring rates of a finer ladder are tried until none is better; for CacheMuon
-and the fresh rivals, GramMuon and torch.optim.Muon's quintic, the neighbouring momenta too, and CacheMuon's
-`clip`. On images, where the guard lets most matrices rest, there is also a CacheMuon without it, for the
-FLOPs that all matrices of 64 rows can save. Then each is trained with other seeds, and compared with the
-fresh rival that is best with those. A run has one thread. Called again, the study goes on: finished runs are
-read, also from the ledger of another machine. At its end it writes `beyond.json` and `beyond.png`, and with
-`--page` the tables of that page.
+and the fresh rivals, GramMuon, torch.optim.Muon's quintic and PolarExpMuon, the neighbouring momenta too, and
+CacheMuon's `clip`. On images, where the guard lets most matrices rest, there is also a CacheMuon without it,
+for the FLOPs that all matrices of 64 rows can save. Then each is trained with other seeds, and compared with
+the fresh rival that is best with those. A run has one thread. Called again, the study goes on: finished runs
+are read, also from the ledger of another machine. At its end it writes `beyond.json` and `beyond.png`, and
+with `--page` the tables of that page.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
 
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
-FRESH = ("gram", "jordan")
+FRESH = ("gram", "jordan", "polar")
 RIVALS = (*FRESH, "cache")
 UNGUARDED = "cache64"
 CHANGED: dict[str, Any] = {"guard": False, "min_rows": 64, "clip": 1 / 8, "vectors": 4}  # in it
-METHODS = (*RIVALS, UNGUARDED, "polar", "stale", "paper", "adamw")
+METHODS = (*RIVALS, UNGUARDED, "stale", "paper", "adamw")
 TUNING, FEW, MANY = 0, (1, 2, 3), (1, 2, 3, 4, 5)  # seeds: for the search; for the baselines; for the rest
 
 RATES = (0.02, 0.04, 0.08)

@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from beyond import FRESH, best_fresh, hits, summary
+from beyond import best_fresh, hits, summary
 from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -37,6 +37,7 @@ from cachemuon_lab.recipes import recipe
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, adam_lr=2e-3)
 LADDER = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 FIRST = {"gram": (3, 4), "jordan": (3, 4), "cache": (4, 5)}  # where on it the searches begin
+FRESH = ("gram", "jordan")
 PARTS = (1.0, 0.5)  # of the best rate of the shorter runs
 TUNING, SEEDS = 0, (1, 2)
 Method = tuple[str, float]  # a kind of optimizer and its learning rate

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import beyond
 import ledger
 import longer
 import pytest
@@ -144,8 +145,8 @@ class Known:
 
     def __init__(self, path, monkeypatch):
         self.ledger = Ledger(path)
-        (data,) = {line["data"] for line in self.ledger.lines}
-        monkeypatch.setattr(ledger, "data_of", lambda config: data)
+        data = {line["config"]["data"]["kind"]: line["data"] for line in self.ledger.lines}
+        monkeypatch.setattr(ledger, "data_of", lambda config: data[config.data.kind])
 
     def run(self, configs):
         found = {name: self.ledger.find(name, config) for name, config in configs.items()}
@@ -153,8 +154,18 @@ class Known:
         return found
 
 
-def test_a_page_has_what_its_ledger_says(monkeypatch):
-    page = (ROOT / "docs" / "beyond-the-paper.md").read_text()
+PAGE = ROOT / "docs" / "beyond-the-paper.md"
+
+
+def test_the_page_has_what_the_ledger_says_of_images(monkeypatch):
+    page, known = PAGE.read_text(), Known(ROOT / "benchmarks" / "results" / "beyond.jsonl", monkeypatch)
+    results = beyond.Study(known, {"images": Path("images")}).results()
+    assert renewed(page, beyond.tables(results)) == page
+    assert {row["kind"] for row in results["images"]["methods"]} == {*beyond.METHODS} - {beyond.UNGUARDED}
+
+
+def test_the_page_has_what_the_ledger_says_of_longer_trainings(monkeypatch):
+    page = PAGE.read_text()
     known = Known(ROOT / "benchmarks" / "results" / "longer.jsonl", monkeypatch)
     results = longer.Longer(Path("text"), known, steps=2000, search=500).results()
     assert renewed(page, longer.tables(results)) == page
