@@ -311,7 +311,7 @@ def hits(row: dict[str, Any]) -> str:
 def draw(results: dict[str, Any], path: Path) -> None:
     """Loss against FLOPs relative to GramMuon's, beside each other for the tasks."""
     with rc_context(drawing.STYLE):
-        figure = Figure(figsize=(3.6 * len(results), 3.3), layout="constrained")
+        figure = Figure(figsize=(4.2 * len(results), 3.8), layout="constrained")
         axes = figure.subplots(1, len(results), squeeze=False)[0]
         for ax, (task, found) in zip(axes, results.items(), strict=True):
             rows = [row for row in found["methods"] if row["kind"] != "adamw"]
@@ -331,7 +331,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 )
             ax.set(xlabel="executed FLOPs, relative to GramMuon", xlim=(0, None), ylabel=f"{task}: loss")
             ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(results))
         drawing.save(figure, path)
 
 
