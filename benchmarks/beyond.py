@@ -331,7 +331,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 )
             ax.set(xlabel="executed FLOPs, relative to GramMuon", xlim=(0, None), ylabel=f"{task}: loss")
             ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(results))
+        handles, columns = axes[-1].get_legend_handles_labels(), 2 * len(results)
+        figure.legend(*handles, loc="outside lower center", ncols=columns)
         drawing.save(figure, path)
 
 
