@@ -35,8 +35,9 @@ class CacheMuon(MatrixOptimizer):
     it over-amplifies are cut to about 1 (`CacheGNS`). If the residual of the result is at most `gamma`, it is
     the direction (a hit), shortened where its spectral norm would be above `max_norm`; else, and after
     `max_age` steps, it is solved anew and Q replaced (a miss). `cache_stats()` tells what was decided.
-    Clipping and a short life make a cached direction as good as a fresh one (docs/beyond-the-paper.md): gamma
-    only stops what has gone wrong. `CacheMuon.paper` is the paper's own algorithm.
+    Clipping and a short life let cached directions train about as well as fresh ones, where matrices are not
+    small (docs/beyond-the-paper.md): gamma only stops what has gone wrong. `CacheMuon.paper` is the paper's
+    own algorithm.
 
     Settings and defaults that torch.optim.Muon has too are its own. For its limited steps the best learning
     rate is one and a half to two times that of `Muon`; `max_norm=4` is for those who keep theirs.
