@@ -37,7 +37,6 @@ from cachemuon_lab.recipes import recipe
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, adam_lr=2e-3)
 LADDER = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 FIRST = {"gram": (3, 4), "jordan": (3, 4), "cache": (4, 5)}  # where on it the searches begin
-FRESH = ("gram", "jordan")
 PARTS = (1.0, 0.5)  # of the best rate of the shorter runs
 TUNING, SEEDS = 0, (1, 2)
 Method = tuple[str, float]  # a kind of optimizer and its learning rate
@@ -67,7 +66,7 @@ class Longer:
             return [run.loss for run in done]
 
         searched = climb(LADDER, FIRST, losses)
-        fresh = min(FRESH, key=lambda kind: min(searched[kind].values()))
+        fresh = min(searched.keys() - {"cache"}, key=lambda kind: min(searched[kind].values()))
         rates = {kind: best_of(searched[kind]) for kind in (fresh, "cache")}
         tried = [(kind, rate * part) for kind, rate in rates.items() for part in PARTS]
         first = self._trained(tried, SEEDS[0])
