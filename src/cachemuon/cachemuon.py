@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from .accounts import Record
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
-from .distributed import Homes, ranks_of
+from .distributed import Home, Homes, ranks_of
 from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of, transform_of
 from .flops import paper_cost, price
 from .fresh import send
@@ -40,7 +40,7 @@ class CacheMuon(MatrixOptimizer):
     own algorithm.
 
     Settings and defaults that torch.optim.Muon has too are its own. For its limited steps the best learning
-    rate is one and a half to two times that of `Muon`; `max_norm=4` is for those who keep theirs.
+    rate is up to twice that of `Muon`, on text; `max_norm=4` is for those who keep theirs.
 
     `probe="sketch"` estimates the residual from `vectors` random vectors, `probe="exact"` computes it, and
     goes with `clip=0`.
@@ -134,7 +134,7 @@ class CacheMuon(MatrixOptimizer):
 
     @classmethod
     def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
-        """The paper's algorithm, A.4 and A.5, and nothing else: exact probe, no clip, age limit or guard.
+        """The decisions of the paper's algorithm, A.4 and A.5: exact probe, no clip, age limit or guard.
 
         `settings` are those of Muon, with the paper's defaults: an average without Nesterov's step, a
         `weight_decay` of 1e-4, an `adjust_lr_fn` of "none". A `gamma` of 0 makes it GramMuon.
@@ -248,19 +248,9 @@ class CacheMuon(MatrixOptimizer):
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         for number, (group, param) in enumerate(pairs):
             state = packed["state"].get(number, {})
-            if "counters" not in state:
-                continue
-            home, pieces, policies = (
-                homes.of.get(id(param)),
-                reading_of(group, param).pieces,
-                plan.of(param)[0],
-            )
-            momentum, absent = local(state["momentum_buffer"]), {}
-            for index, (piece, policy) in enumerate(zip(pieces, policies, strict=True)):
-                name, n = transform_name(index, len(pieces)), piece.wide[0]
-                if name not in state and not policy.always_rests and (home is None or home.keeps(index)):
-                    absent[name] = momentum.new_zeros((n, n), dtype=cached_in(group, param.dtype))
-            packed["state"][number] = {**state, **absent}
+            if "counters" in state:
+                resting = _resting_transforms(group, param, state, plan.of(param)[0], homes.of.get(id(param)))
+                packed["state"][number] = {**state, **resting}
         return packed
 
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
@@ -344,6 +334,18 @@ class CacheMuon(MatrixOptimizer):
         if plan is None or not plan.fits(self.param_groups):
             plan = Plan(self.param_groups)
         return [_standing(plan.of(record.param)[0][record.index], record.counters) for record in records]
+
+
+def _resting_transforms(
+    group: dict[str, Any], param: Tensor, state: dict[str, Any], policies: Sequence[Policy], home: Home | None
+) -> dict[str, Tensor]:
+    """Zeros for the transforms that a parameter's state lacks, of those that this rank may come to keep."""
+    pieces, momentum, found = reading_of(group, param).pieces, local(state["momentum_buffer"]), {}
+    for index, (piece, policy) in enumerate(zip(pieces, policies, strict=True)):
+        name, n = transform_name(index, len(pieces)), piece.wide[0]
+        if name not in state and not policy.always_rests and (home is None or home.keeps(index)):
+            found[name] = momentum.new_zeros((n, n), dtype=cached_in(group, param.dtype))
+    return found
 
 
 def _standing(policy: Policy, counters: list[int]) -> str:

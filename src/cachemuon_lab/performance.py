@@ -163,7 +163,7 @@ def _even(part: dict[str, Any]) -> tuple[str, Cells]:
 
 
 def _host(part: dict[str, Any]) -> tuple[str, Cells]:
-    cells = [["matrices", "optimizer", "ms", "step / that of", "median of sevens (quartiles)"]]
+    cells = [["matrices", "optimizer", "ms", "step / that of", "means of seven steps, median (quartiles)"]]
     for row in part["rows"]:
         cells.append(
             [row["case"], row["name"], f"{row['milliseconds']:.2f}", row["base"], _ratio(row["ratio"])]

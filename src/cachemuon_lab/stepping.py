@@ -167,7 +167,7 @@ def host(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
             drive.load()
         calls = {name: drive.step for name, drive in drives.items()}
         seconds = race(calls, 7 if quick else max(70, rounds), device, warm=8)
-        # Steps have more or fewer refreshes, with a period of seven.
+        # Steps have more or fewer refreshes: means of seven are compared.
         sevens = {
             name: [statistics.fmean(times[i : i + 7]) for i in range(0, len(times) - 6, 7)]
             for name, times in seconds.items()

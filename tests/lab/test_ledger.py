@@ -157,11 +157,12 @@ class Known:
 PAGE = ROOT / "docs" / "beyond-the-paper.md"
 
 
-def test_the_page_has_what_the_ledger_says_of_images(monkeypatch):
+def test_the_page_has_what_the_ledger_says_of_text_and_images(monkeypatch):
     page, known = PAGE.read_text(), Known(ROOT / "benchmarks" / "results" / "beyond.jsonl", monkeypatch)
-    results = beyond.Study(known, {"images": Path("images")}).results()
+    results = beyond.Study(known, {task: Path(task) for task in ("text", "images")}).results()
     assert renewed(page, beyond.tables(results)) == page
-    assert {row["kind"] for row in results["images"]["methods"]} == {*beyond.METHODS} - {beyond.UNGUARDED}
+    for found in results.values():
+        assert {row["kind"] for row in found["methods"]} == {*beyond.METHODS} - {beyond.UNGUARDED}
 
 
 def test_the_page_has_what_the_ledger_says_of_longer_trainings(monkeypatch):
