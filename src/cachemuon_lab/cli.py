@@ -442,7 +442,11 @@ def bench(
     out: Out = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="PART", help="solvers, steps, even, worst, share, growth, host or ceilings; else all."),
+        typer.Option(
+            "--only",
+            metavar="PART",
+            help="solvers, steps, even, worst, share, growth, host or ceilings; else all.",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="How often each contender has its turn.")] = 15,
     quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, to see that all works.")] = False,
