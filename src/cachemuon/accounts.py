@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from .distributed import Home, Homes
 from .host import Kept
-from .settings import named_params
+from .settings import check_pieces, named_params, number_name
 from .stats import (
     AGE,
     LAST,
@@ -286,15 +286,21 @@ class Accounts(Optimizer):
         return None if homes is None else homes.of.get(id(param))
 
     def _records(self, *, unseen: bool = False) -> Iterator[Record]:
-        """Every matrix that has been stepped; with `unseen`, all."""
+        """Every matrix that has been stepped; with `unseen`, all. A name that another one has already is
+        replaced by the parameter's number.
+        """
         self._settle()
+        taken: set[str] = set()
         for number, group in enumerate(self.param_groups):
             if not group["use_muon"]:
                 continue
-            for name, param in named_params(group, number):
+            for place, (name, param) in enumerate(named_params(group, number)):
+                name = number_name(number, place) if name in taken else name
+                taken.add(name)
                 state, pieces = self.state.get(param, {}), reading_of(group, param).pieces
                 rows: Iterable[tuple[list[int], list[float]]]
                 if "counters" in state:
+                    check_pieces(param, len(pieces), state)
                     counted = self._kept.counters.rows(state["counters"])
                     rows = zip(counted, self._kept.residuals.rows(state["residuals"]), strict=True)
                 elif unseen and param.numel():

@@ -22,6 +22,7 @@ from .matrices import Matrix, matrices_of
 from .ownership import Work
 from .parties import Party, as_replicas
 from .polar import Solver, full_precision
+from .schedules import Schedule
 from .settings import (
     ADAM_DEFAULTS,
     check_adam_group,
@@ -30,8 +31,10 @@ from .settings import (
     check_muon_group,
     check_once,
     check_param,
+    check_pieces,
     check_step,
     named_params,
+    shorthand,
 )
 from .stats import COLUMNS, RESIDUALS, new_counters
 from .travel import Shared, agree_on_finite, shared_of
@@ -81,6 +84,10 @@ class MatrixOptimizer(Accounts):
     def _works(self, group: dict[str, Any], param: Tensor) -> list[Work]:
         """What each matrix of a parameter costs its owner."""
 
+    @abstractmethod
+    def _repeated(self, schedule: Schedule) -> Solver:
+        """The solver that torch.optim.Muon's `ns_coefficients` and `ns_steps` ask for."""
+
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that cannot be meant."""
         check_muon_group(group)
@@ -90,10 +97,15 @@ class MatrixOptimizer(Accounts):
 
         `use_muon=False` makes it Adam's. A matrix group may have settings of its own.
         """
+        if not (isinstance(param_group, dict) and "params" in param_group):
+            raise ValueError(f"a parameter group must be a dict with 'params', got {param_group!r:.80}")
         group = dict(param_group)
         own_eps = "eps" in group
         check_once(group)
         if group.get("use_muon", True):
+            triples = group.pop("ns_coefficients", None), group.pop("ns_steps", None)
+            if triples != (None, None):
+                group["solver"] = self._repeated(shorthand(*triples, group.get("solver")))
             group.setdefault("step", max((g.get("step", 0) for g in self.param_groups), default=0))
             if "process_group" in group:
                 group["process_group"] = as_replicas(group["process_group"])
@@ -229,11 +241,7 @@ class MatrixOptimizer(Accounts):
             self._kept.residuals.post([state["residuals"]], [[[math.nan] * len(RESIDUALS)] * number])
         elif state["counters"].device.type != "cpu":  # moved there with all of a state, as Lightning does
             state["counters"], state["residuals"] = state["counters"].cpu(), state["residuals"].cpu()
-        if len(state["counters"]) != number:
-            raise ValueError(
-                f"view and split must stay as they were at the first step, got {number} matrices in a "
-                f"parameter of shape {tuple(param.shape)} whose state has {len(state['counters'])}"
-            )
+        check_pieces(param, number, state)
         return state
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:

@@ -151,6 +151,7 @@ class CacheGNS:
         if not (self.max_norm is None or (isinstance(self.max_norm, int | float) and self.max_norm > 0)):
             raise ValueError(f"max_norm must be a number > 0 or None, got {self.max_norm!r}")
 
+    @torch.no_grad()
     def __call__(
         self,
         M: Tensor,
@@ -185,6 +186,8 @@ class CacheGNS:
     ) -> tuple[Tensor, Tensor | None, Event | tuple[Event, ...]]:
         U, workspace = wide_batch(M), Workspace()
         B, n = U.shape[:2]
+        if transform is not None and transform.shape != (wanted := (*M.shape[:-2], n, n)):
+            raise ValueError(f"transform must have shape {wanted}, got {tuple(transform.shape)}")
         scale = normalizer(U, self.fresh.eps, out=workspace.like("direction", U, computed_in(U.dtype)))
         z = random_block(n, self.columns(n), seed=seed, step=step, dtype=scale.dtype).to(U.device)
         next_age = NO_AGE if transform is None else age + 1

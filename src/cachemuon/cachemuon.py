@@ -13,7 +13,7 @@ from .accounts import Record
 from .base import MatrixOptimizer
 from .cache import GATES, check_gate
 from .distributed import Home, Homes, ranks_of
-from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of, transform_of
+from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of
 from .flops import paper_cost, price
 from .fresh import send
 from .host import Claim, Edits
@@ -22,7 +22,8 @@ from .ownership import Work
 from .parties import EXCHANGES, Party
 from .plan import Plan, Policy, cache_of, cost_of
 from .polar import GramNS
-from .settings import check_kept, shorthand
+from .schedules import Schedule
+from .settings import check_kept, check_pieces, shorthand
 from .stats import AGE, NO_AGE, WAIT, transform_name
 from .travel import Shared, apart, travel, worked_on
 from .views import Piece, reading_of
@@ -105,7 +106,7 @@ class CacheMuon(MatrixOptimizer):
         exchange: str = "transforms",
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
-            solver = GramNS(shorthand(ns_coefficients, ns_steps, solver))
+            solver = self._repeated(shorthand(ns_coefficients, ns_steps, solver))
         super().__init__(
             params,
             GramNS() if solver is None else solver,
@@ -165,6 +166,9 @@ class CacheMuon(MatrixOptimizer):
         cache_of(group)
         check_kept(group)
 
+    def _repeated(self, schedule: Schedule) -> GramNS:
+        return GramNS(schedule)
+
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle()
         wholes = [*matrices, *(s.matrix for s in shared)]
@@ -201,7 +205,8 @@ class CacheMuon(MatrixOptimizer):
             parties.setdefault(d.matrix.party, []).append(d)
         for party, members in parties.items():
             residuals = party.total(residuals_of(members)).flatten()
-            self._kept.send([Told(d) for d in members], [agreed([d.matrix for d in members])], [residuals])
+            finite = agreed([d.matrix for d in members])
+            self._kept.send([Told(d) for d in members], [finite], [residuals])
 
     def _homes(self) -> Homes:
         self._plan()  # by which owners are chosen
@@ -222,6 +227,7 @@ class CacheMuon(MatrixOptimizer):
         if differing != self._kept.differing:
             self._kept.plan, self._kept.differing = None, differing
         homes, edits = self._homes(), Edits(self._kept.counters)
+        self._free(self._plan(), homes, edits)
         for party in parties:
             places, found = [], []
             for _, param in members[party]:
@@ -242,14 +248,14 @@ class CacheMuon(MatrixOptimizer):
         a state do not depend on when it was saved, as `torch.distributed.checkpoint` wants it.
         """
         packed = super().state_dict()
-        plan, homes = self._kept.plan, self._kept.homes
+        plan = self._kept.plan
         if plan is None or not plan.fits(self.param_groups):
             return packed
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         for number, (group, param) in enumerate(pairs):
             state = packed["state"].get(number, {})
             if "counters" in state:
-                resting = _resting_transforms(group, param, state, plan.of(param)[0], homes.of.get(id(param)))
+                resting = _resting_transforms(group, param, state, plan.of(param)[0], self._home(param))
                 packed["state"][number] = {**state, **resting}
         return packed
 
@@ -267,9 +273,6 @@ class CacheMuon(MatrixOptimizer):
         plan, found = self._plan(), []
         known = self._rows("counters", matrices), self._rows("residuals", matrices)
         for x, counters, residuals in zip(matrices, *known, strict=True):
-            if x.party is None and counters[AGE] != NO_AGE and transform_of(x) is None:
-                counters = list(counters)  # of a state that lacks its transform
-                counters[AGE] = NO_AGE
             policies, early = plan.of(x.whole)
             found.append(Decision(x, policies[x.index], counters, residuals, early[x.index]))
         return found
@@ -282,7 +285,6 @@ class CacheMuon(MatrixOptimizer):
                     self._check_group(group)
             plan = self._kept.plan = Plan(self.param_groups, self._kept.differing)
             self._kept.homes, self._kept.reconciled = None, False
-            self._free(plan)
             if not plan.pays:
                 self._warn_once(
                     "no cache can pay here: all matrices are too small, or too few of a shape, and rest. "
@@ -291,17 +293,22 @@ class CacheMuon(MatrixOptimizer):
                 )
         return plan
 
-    def _free(self, plan: Plan) -> None:
-        """Give up the transforms for which a new plan has no use."""
-        self._settle()
-        edits = Edits(self._kept.counters)
+    def _free(self, plan: Plan, homes: Homes, edits: Edits) -> None:
+        """Give up the transforms for which a plan has no use; what no other rank has, and lacks one, begins
+        anew.
+        """
         for param in (p for group in self.param_groups if group["use_muon"] for p in group["params"]):
             state = self.state.get(param, {})
-            for index, policy in enumerate(plan.of(param)[0] if "counters" in state else ()):
+            if "counters" not in state:
+                continue
+            policies = plan.of(param)[0]
+            check_pieces(param, len(policies), state)
+            for index, policy in enumerate(policies):
+                name = transform_name(index, len(policies))
                 if policy.always_rests:
-                    state.pop(transform_name(index, len(state["counters"])), None)
+                    state.pop(name, None)
+                if policy.always_rests or (id(param) not in homes.of and name not in state):
                     edits.rows(state["counters"])[index][AGE] = NO_AGE
-        edits.post()
 
     def _send(self, unread: list[Unread]) -> None:
         """Send to the host what a step has left on the device: the next one will know it."""

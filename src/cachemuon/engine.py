@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,19 +116,30 @@ class Decision:
 class Told:
     """That the owner of a matrix tells its residuals, of the probe and of a refresh; other ranks decide by
     them as it did.
+
+    Until they arrive, a step later, the decision is kept, and none of its step's tensors: a gradient would
+    live through the next backward pass.
     """
 
     decision: Decision
+    state: dict[str, Any] = field(init=False)
+    index: int = field(init=False)
+    owned: bool = field(init=False)
 
     numbers = 2
+
+    def __post_init__(self) -> None:
+        d = self.decision
+        self.state, self.index, self.owned = d.matrix.state, d.matrix.index, d.matrix.owned
+        del d.matrix, d.scale, d.candidate, d.seen
 
     def settle(self, finite: bool, numbers: list[float], counters: Edits, residuals: Edits) -> None:
         """Write down what was told."""
         d = self.decision
-        if d.matrix.owned:
+        if self.owned:
             return
         probe, refresh = numbers
-        state, index, before = d.matrix.state, d.matrix.index, d.before
+        state, index, before = self.state, self.index, d.before
         rows = counters.rows(state["counters"])
         if d.outcome and not finite:
             rows[index] = skipped(rows[index], before, d.counters)
@@ -215,6 +226,7 @@ class CachedStep:
                 residuals.append(self._measure(batch[:number], update.U[:number], scale[:number]))
             order += batch
             finites.append(update.finite)
+            del update  # or its memory would live beside the next batch's
         dtype = promoted([d.matrix for d in window])
         if (party := window[0].party) is not None and residuals:
             residuals = [party.total(together(residuals, dtype))]
@@ -229,6 +241,8 @@ class CachedStep:
             d.take(bool(finite), residual)
             if d.probed:
                 d.note(PROBED, residual)
+            if d.outcome != "hit":
+                d.candidate = None  # of a transform that was refused
 
     def _resolve(self, window: list[Decision], ceiling: int) -> None:
         """Apply the accepted transforms, solve where there is none, and take the step."""
@@ -251,26 +265,32 @@ class CachedStep:
         ceiling, party = ceiling_of(d.matrix for d in decisions), decisions[0].party
         misses: list[Decision] = []
         for batch in self._batches(sorted(decisions, key=_not_hit), _kind, _room, ceiling):
-            update, scale = self._update(batch)
-            hits = sum(d.outcome == "hit" for d in batch)
-            if hit := batch[:hits]:
-                U, factors, finite = update.U[:hits], scale[:hits], update.finite[:hits]
-                residual = self._measure(hit, U, factors)
-                if party is not None:
-                    residual = party.total(residual)
-                self._hit(hit, U, factors, finite, residual)
-                self.unread.append(Unread(hit, finite, residual, (PROBED,)))
-            if rest := batch[hits:]:
-                U, factors, finite = update.U[hits:], scale[hits:], update.finite[hits:]
-                if party is None:
-                    # The gate decides on the last one known for its transform: after a refresh on that one's.
-                    self._leave(rest, finite, self._refresh(rest, U, factors, finite))
-                    continue
-                for place, d in enumerate(rest):
-                    d.scale = factors, place
-                misses += rest
+            misses += self._take_unread(batch, party)
         if party is not None:
             self._renew(misses, ceiling)
+
+    def _take_unread(self, batch: list[Decision], party: Party | None) -> list[Decision]:
+        """Do what was decided, hits first, and leave the residuals on the device. Returns those of a party
+        that are to be renewed.
+        """
+        update, scale = self._update(batch)
+        hits = sum(d.outcome == "hit" for d in batch)
+        if hit := batch[:hits]:
+            U, factors, finite = update.U[:hits], scale[:hits], update.finite[:hits]
+            residual = self._measure(hit, U, factors)
+            if party is not None:
+                residual = party.total(residual)
+            self._hit(hit, U, factors, finite, residual)
+            self.unread.append(Unread(hit, finite, residual, (PROBED,)))
+        misses = batch[hits:]
+        U, factors, finite = update.U[hits:], scale[hits:], update.finite[hits:]
+        if misses and party is None:
+            # The gate decides on the last one known for its transform: after a refresh on that one's.
+            self._leave(misses, finite, self._refresh(misses, U, factors, finite))
+            return []
+        for place, d in enumerate(misses):
+            d.scale = factors, place
+        return misses
 
     def _renew(self, decisions: list[Decision], ceiling: int) -> None:
         """Refresh what other ranks have too: the owner solves, all get its transform and apply it.
@@ -281,19 +301,23 @@ class CachedStep:
             party: Party = bucket[0].matrix.party
             made: dict[int, Tensor] = {}
             for batch in self._batches((d for d in bucket if d.matrix.owned), _kind, _room, ceiling):
-                X = rescale(self._again(batch, _masked(batch)), _scale(batch))
-                Q = batch[0].policy.cache.fresh.transform(X, self.kept.workspace)
-                Q = Q.to(batch[0].matrix.cached_in, copy=True)  # rounded here, so that it is the same for all
-                made |= {id(d.matrix): one for d, one in zip(batch, Q.unbind(0), strict=True)}
+                made |= self._transforms(batch)
             matrices = [d.matrix for d in bucket]
             transforms = dict(zip(map(id, matrices), party.spread(matrices, made), strict=True))
             for batch in self._batches(bucket, _kind, _room, ceiling):
                 finite = _masked(batch)
                 Q = _stacked(batch, [transforms[id(d.matrix)] for d in batch])
-                U = self._again(batch, finite)
-                residual = self._renewed(batch, U, Q, finite)
+                residual = self._renewed(batch, self._again(batch, finite), Q, finite)
                 known = torch.ones_like(residual, dtype=torch.bool) if finite is None else finite
                 self._leave(batch, known, party.total(residual))
+                del Q  # or its memory would live beside the next batch's
+
+    def _transforms(self, batch: list[Decision]) -> dict[int, Tensor]:
+        """The new transform of each, by its matrix."""
+        X = rescale(self._again(batch, _masked(batch)), _scale(batch))
+        Q = batch[0].policy.cache.fresh.transform(X, self.kept.workspace)
+        Q = Q.to(batch[0].matrix.cached_in, copy=True)  # rounded here, so that it is the same for all
+        return {id(d.matrix): one for d, one in zip(batch, Q.unbind(0), strict=True)}
 
     def _renewed(self, batch: list[Decision], U: Tensor, Q: Tensor, finite: Tensor | None) -> Tensor:
         """Apply new transforms, keep them, and take the step. Returns the residuals of owned directions."""

@@ -48,7 +48,9 @@ def directions(
     for batch in prepared_batches(matrices, lambda x: x, lambda x: x.kind, _solve_room, most, kept):
         update, workspace = accumulate(batch, kept.workspace), kept.workspace
         X = normalize(update.U, batch[0].group["eps"], scratch_like(workspace, update.U), update.peak)
-        yield batch, solver_of(batch[0]).solve(X, workspace), update.finite
+        finite = update.finite
+        del update  # or it would live beside the next batch's
+        yield batch, solver_of(batch[0]).solve(X, workspace), finite
 
 
 def _solve_room(x: Matrix) -> int:

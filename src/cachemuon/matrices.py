@@ -39,8 +39,8 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class Matrix:
-    """One matrix at one step. `grad` and `momentum` are rows x cols; `param` is the parameter itself, or its
-    slice where the parameter is a stack.
+    """One matrix at one step. `momentum` is rows x cols; `param` and `grad` have the shape that they have in
+    the parameter, or in its slice where that is a stack.
 
     One that other ranks have too belongs to a party, and to one owner there. Where it is sharded, its update
     has `arrived` at the owner, rows x cols, and its step will be `leaving`: `param`, `grad` and `momentum`
@@ -115,10 +115,10 @@ def matrices_of(
     parts = zip(read.pieces, read.cut(own), read.cut(grad), read.cut(momentum), strict=True)
     for index, (piece, p, g, m) in enumerate(parts):
         rows, cols = piece.sides
-        if len(piece.shape) > 2:
-            g, m = g.reshape(rows, cols), m.view(rows, cols)
         kind = (rows, cols, param.dtype, param.device, recipe)
-        found.append(Matrix(param, p, g, m, group, state, kind, piece.wide, rows > cols, index))
+        found.append(
+            Matrix(param, p, g, m.view(rows, cols), group, state, kind, piece.wide, rows > cols, index)
+        )
     return found
 
 
@@ -174,7 +174,7 @@ def accumulate(batch: list[Matrix], workspace: Workspace) -> Update:
     """
     if batch[0].arrived is not None:
         return Update(update_of(batch, workspace), agreed(batch), None)
-    G, M = stack([x.grad for x in batch]), stack([x.momentum for x in batch])
+    G, M = _gradients(batch), stack([x.momentum for x in batch])
     updated = torch.lerp(M, G, 1 - batch[0].group["momentum"], out=workspace.like("scratch", M))
     peak = peak_of(updated)
     finite = torch.isfinite(peak)
@@ -197,10 +197,15 @@ def update_of(batch: list[Matrix], workspace: Workspace, finite: Tensor | None =
     M = stack([x.momentum for x in batch])
     if not batch[0].group["nesterov"]:
         return _wide(batch, M)
-    G = stack([x.grad for x in batch])
+    G = _gradients(batch)
     if finite is not None:
         G = torch.where(finite.view(-1, 1, 1), G, M)
     return _ahead(batch, G, M, workspace)
+
+
+def _gradients(batch: list[Matrix]) -> Tensor:
+    """`(B, rows, cols)`. Those in channels_last are copied here, when it is their turn, not all at once."""
+    return stack([x.grad.reshape(x.momentum.shape) for x in batch])
 
 
 def agreed(batch: list[Matrix]) -> Tensor:
@@ -249,7 +254,7 @@ def assign_factors(matrices: list[Matrix], factors: Tensor) -> None:
     for x, row in zip(matrices, factors.unbind(0), strict=True):
         x.factors = row
         if _on_device(lr := x.group["lr"]):
-            row[:GAMMA].mul_(lr.to(row.device))
+            row[:GAMMA].mul_(lr.to(row.device).reshape(()))
 
 
 def _on_device(lr: Any) -> bool:

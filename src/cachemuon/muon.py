@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from .accounts import Record
 from .base import MatrixOptimizer
 from .flops import Executed, executed_by, paper_cost
 from .fresh import send, solve_step
-from .host import Claim
+from .host import Claim, Edits
 from .matrices import Matrix
 from .ownership import Work
 from .polar import AutoNS, GramNS, Solver, StandardNS
 from .products import panels
+from .schedules import Schedule
 from .settings import shorthand
-from .stats import count
+from .stats import AGE, NO_AGE, count
 from .travel import Shared, apart, travel, worked_on
 from .views import Piece, reading_of
 
@@ -61,7 +62,7 @@ class Muon(MatrixOptimizer):
         process_group: Any = None,
     ) -> None:
         if ns_coefficients is not None or ns_steps is not None:
-            solver = StandardNS(shorthand(ns_coefficients, ns_steps, solver))
+            solver = self._repeated(shorthand(ns_coefficients, ns_steps, solver))
         super().__init__(
             params,
             AutoNS() if solver is None else solver,
@@ -74,6 +75,20 @@ class Muon(MatrixOptimizer):
             adjust_lr_fn=adjust_lr_fn,
             max_workspace_bytes=max_workspace_bytes,
         )
+
+    def _repeated(self, schedule: Schedule) -> StandardNS:
+        return StandardNS(schedule)
+
+    def _load(self, state_dict: StateDict) -> None:
+        """Without the transforms of a state of CacheMuon, which nothing here would use or renew."""
+        super()._load(state_dict)
+        edits = Edits(self._kept.counters)
+        for state in self.state.values():
+            for name in [name for name in state if name.startswith("transform")]:
+                del state[name]
+            for row in edits.rows(state["counters"]) if "counters" in state else ():
+                row[AGE] = NO_AGE
+        edits.post()
 
     def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
         self._settle(wait=False)  # a gradient that was not finite is told when that is known

@@ -56,6 +56,8 @@ def watched(group: Any) -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:  # of this rank: the others wait for it
+        raise
     except RuntimeError as error:
         if gone := _absent(dist.get_process_group_ranks(group)):
             names = ("rank " if len(gone) == 1 else "ranks ") + ", ".join(map(str, gone))

@@ -134,8 +134,9 @@ class Solver(ABC):
         It may lie in the workspace, in the memory of any role but "scratch", where the optimizers keep X.
         """
 
+    @torch.no_grad()
     def __call__(self, M: Tensor) -> Tensor:
-        """The direction of `M (..., n, m)`, in M's shape and dtype."""
+        """The direction of `M (..., n, m)`, in M's shape and dtype, without a gradient."""
         with full_precision(M.device.type):
             return restore(self.solve(widen(M, self.eps), Workspace()), M)
 
@@ -238,6 +239,7 @@ class GramNS(Solver):
         """That transform alone, for those who apply it elsewhere."""
         return self._iterate(X, workspace, compose=True, apply=False)[1]
 
+    @torch.no_grad()
     def with_transform(self, M: Tensor) -> tuple[Tensor, Tensor]:
         """FreshGNS, Algorithm A.3: the direction, and the left transform Q that makes it.
 

@@ -114,10 +114,21 @@ def check_once(group: dict[str, Any]) -> None:
     seen: set[int] = set()
     for one in group["params"]:
         tensor = one[1] if isinstance(one, tuple) else one
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"params must be tensors, or pairs of a name and a tensor, got {one!r}")
         if id(tensor) in seen:
             got = f"the one of shape {tuple(tensor.shape)} twice"
             raise ValueError(f"params must have each parameter once, got {got}")
         seen.add(id(tensor))
+
+
+def check_pieces(param: Tensor, number: int, state: dict[str, Any]) -> None:
+    """Refuse to read a parameter as another number of matrices than its state has."""
+    if len(state["counters"]) != number:
+        raise ValueError(
+            f"view and split must stay as they were at the first step, got {number} matrices in a "
+            f"parameter of shape {tuple(param.shape)} whose state has {len(state['counters'])}"
+        )
 
 
 def check_form(saved: Any) -> None:
@@ -249,7 +260,12 @@ def check_non_negative(group: dict[str, Any], *keys: str) -> None:
             raise ValueError(f"{key} must be a number >= 0, got {value!r}")
 
 
+def number_name(group: int, place: int) -> str:
+    """The name of a parameter that has none."""
+    return f"group{group}.param{place}"
+
+
 def named_params(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
     """The parameters of the group with that index, with their names or numbers."""
-    names = group.get("param_names") or [f"group{index}.param{i}" for i in range(len(group["params"]))]
+    names = group.get("param_names") or [number_name(index, i) for i in range(len(group["params"]))]
     return zip(names, group["params"], strict=True)

@@ -61,11 +61,9 @@ def shared_of(
         if part is not None:
             here, there, moving = (tensor[part.place] for tensor in (own, grad, momentum))
             line = ("piece", part.shape, param.dtype, own.device, recipe)
-            flat = there.flatten(1), moving.flatten(1)  # of the momentum always a view
-            lengths = flat[0].shape[0], flat[0].shape[1]
-            piece = Matrix(param, here, *flat, group, state, line, lengths, False, index)
-            if part.size == rows * cols:
-                there, moving = flat
+            moving = moving.flatten(1)  # a view
+            lengths = moving.shape[0], moving.shape[1]
+            piece = Matrix(param, here, there, moving, group, state, line, lengths, False, index)
         matrix = Matrix(param, here, there, moving, group, state, kind, one.wide, rows > cols, index)
         matrix.party, matrix.owner = home.party, home.owners[index]
         found.append(Shared(home, index, matrix, piece, one.shape))

@@ -655,6 +655,30 @@ def test_a_parameter_given_twice_is_refused(make):
 
 
 @both_optimizers
+def test_a_group_that_is_none_is_refused(make):
+    w = parameter((4, 6))
+    optimizer = make([w])
+    for wrong in ([w], {"lr": 1.0}, w):
+        with pytest.raises(ValueError, match="a parameter group must be a dict with 'params', got "):
+            optimizer.add_param_group(wrong)
+    with pytest.raises(ValueError, match="params must be tensors, or pairs of a name and a tensor, got 1"):
+        make([1, 1])
+
+
+@pytest.mark.parametrize("settings", [{"ns_steps": 2}, {"ns_coefficients": (2.0, -1.5, 0.5)}], ids=str)
+def test_torchs_settings_of_the_iteration_may_be_a_groups_own(settings):
+    # torch iterates in bfloat16.
+    moved = []
+    for cls in (torch.optim.Muon, Muon, partial(CacheMuon, gamma=0.0, guard=False)):
+        w = parameter((12, 16))
+        before, w.grad = w.detach().clone(), gradient(w.shape)
+        cls([{"params": [w], **settings}], lr=1.0, weight_decay=0.0).step()
+        moved.append(w.detach() - before)
+    for ours in moved[1:]:
+        assert (ours - moved[0]).norm() < 0.02 * moved[0].norm()
+
+
+@both_optimizers
 def test_maximize_is_refused_where_it_would_not_be_done(make):
     with pytest.raises(ValueError, match="maximize must be left out or False, got True"):
         make([{"params": [parameter((4, 6))], "maximize": True}])

@@ -543,10 +543,49 @@ def test_a_checkpoint_of_torch_is_complete_while_a_cache_rests(tmp_path):
     assert torch.equal(resumed.state[model[1].weight]["transform"], second["transform"])
 
 
-def test_a_reading_that_changes_in_mid_run_is_refused():
+@both_optimizers
+def test_a_reading_that_changes_in_mid_run_is_refused(make):
     param = parameter((24, 32))
-    optimizer = unclipped([param])
+    optimizer = make([param])
     run(optimizer, [param], [0])
     optimizer.param_groups[0]["split"] = 2
-    with pytest.raises(ValueError, match=r"view and split must stay as they were .* got 2 matrices"):
-        run(optimizer, [param], [1])
+    for ask in (lambda: run(optimizer, [param], [1]), optimizer.cache_stats, optimizer.explain):
+        with pytest.raises(ValueError, match=r"view and split must stay as they were .* got 2 matrices"):
+            ask()
+
+
+def without_transforms(state):
+    """A state as a whole one of a single rank is: nothing of the cache but the counters."""
+    lean = {
+        number: {name: value for name, value in entries.items() if not name.startswith("transform")}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": lean}
+
+
+def test_a_transform_that_was_never_there_is_no_hit_two_checkpoints_later():
+    params = [parameter((24, 32), index) for index in range(2)]
+    optimizer = CacheMuon(params, lr=0.1, guard=False)
+    run(optimizer, params, range(3))
+    second = CacheMuon(params, lr=0.1, guard=False)
+    second.load_state_dict(without_transforms(optimizer.state_dict()))
+    params[0].grad = None
+    run(second, params[1:], [3])  # the first parameter lies idle, and is saved like that
+    third = CacheMuon(params, lr=0.1, guard=False)
+    third.load_state_dict(through_a_file(second.state_dict()))
+    before = params[0].detach().clone()
+    run(third, params, [4])
+    assert third.events()["group0.param0"].reason == "cold"
+    assert (params[0] - before).norm() > 0.1
+
+
+def test_muon_takes_over_from_cachemuon_without_its_transforms():
+    params = [parameter((24, 32), index) for index in range(2)]
+    cached = CacheMuon(params, lr=0.1, guard=False)
+    run(cached, params, range(3))
+    fresh = Muon(params, lr=0.1, solver=GramNS())
+    fresh.load_state_dict(cached.state_dict())
+    run(fresh, params, [3])
+    for param in params:
+        assert set(fresh.state[param]) == {"momentum_buffer", "counters", "residuals"}
+    assert [entry["age"] for entry in fresh.cache_stats()["matrices"].values()] == [None, None]

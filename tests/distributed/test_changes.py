@@ -1,5 +1,7 @@
 """What changes in the middle of a run, on ranks: groups, settings; and whose a matrix is."""
 
+import copy
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -239,3 +241,32 @@ def resumed(rank, world):
 
 def test_a_run_goes_on_bit_for_bit_after_its_ages_were_changed(ranks):
     assert ranks(resumed, 2) == [True, True]
+
+
+def unlike(rank, world, load):
+    """Rank 1 has so many matrices of its own that by itself it would have no room for what is shared."""
+    put = put_on(world)
+    shared = [nn.Parameter(put(drawn(i, (16, 24)))) for i in range(2)]
+    own = [nn.Parameter(drawn(10 + i, (8, 64))) for i in range(12 * rank)]
+
+    def made():
+        return CacheMuon([*shared, *own], lr=0.1, guard=False, max_age=None, max_cache_bytes=3000)
+
+    optimizer = made()
+    for step in range(5):
+        if load and step == 3:
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), made()
+            optimizer.load_state_dict(saved)
+        for param in own:
+            param.grad = drawn(step, param.shape)
+        step_all(optimizer, shared, step, put)
+    stats = list(optimizer.cache_stats()["matrices"].values())[: len(shared)]
+    counts = [(entry["hits"], entry["misses"]["cold"], entry["age"]) for entry in stats]
+    return counts, [param.full_tensor().detach() for param in shared]
+
+
+def test_ranks_whose_plans_differ_go_on_where_a_state_was_loaded(ranks):
+    through, loaded = ranks(unlike, 2, False), ranks(unlike, 2, True)
+    assert {tuple(counts) for counts, _ in through + loaded} == {((4, 1, 4), (4, 1, 4))}
+    for one, other in zip(through[0][1], loaded[0][1], strict=True):
+        assert torch.equal(one, other)

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
+from cachemuon.parties import watched
 
 
 def params_of(layout, world):
@@ -163,3 +164,15 @@ def test_the_death_of_a_rank_ends_the_others_with_its_name(tmp_path):
     for rank in (0, 2):
         assert processes[rank].returncode not in (0, None)
         assert "no answer from rank 1 of 3" in errors[rank], errors[rank][-2000:]
+
+
+def starve(rank, world):
+    if rank == 0:
+        return ""
+    with pytest.raises(torch.OutOfMemoryError) as caught, watched(dist.group.WORLD):
+        raise torch.OutOfMemoryError("of this rank")
+    return str(caught.value)
+
+
+def test_who_has_no_memory_left_does_not_blame_the_others(ranks):
+    assert ranks(starve, 2) == ["", "of this rank"]

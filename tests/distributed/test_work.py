@@ -8,6 +8,7 @@ from distributed.test_parity import RESTING, SHAPES, VARIANTS, gradients, start
 from live import Live
 from torch import distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import CacheMuon
@@ -191,3 +192,24 @@ def test_owners_of_gpt2_small_have_equal_work(world):
     assert max(solves) <= 1.25 * sum(solves) / world
     for load in loads:
         assert max(load) <= 1.5 * sum(load) / world
+
+
+def freed(rank, world, gate):
+    """How many of the gradients of a step outlive `zero_grad`."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Linear(64, 32, bias=False))
+    fully_shard(model)
+    optimizer = CacheMuon(model.parameters(), lr=0.02, guard=False, gate=gate)
+    for step in range(3):
+        model(torch.randn(16, 48, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        storages = [StorageWeakRef(p.grad.to_local().untyped_storage()) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [not storage.expired() for storage in storages]
+
+
+@pytest.mark.parametrize("gate", ["sync", "lagged"])
+def test_no_gradient_lives_on_until_the_next_step(ranks, gate):
+    assert ranks(freed, 2, gate) == [[False, False]] * 2

@@ -139,3 +139,17 @@ def test_a_model_where_no_cache_can_pay_is_told_once():
         quiet = CacheMuon([W], guard=False, gate=gate)
         quiet.step()
     optimizer.step()
+
+
+def test_two_parameters_of_one_name_are_told_apart():
+    params = [nn.Parameter(torch.zeros(8, 12)) for _ in range(2)]
+    optimizer = Muon([{"params": [("weight", param)]} for param in params])
+    for number in range(3):
+        for param in params[: 1 if number else 2]:
+            param.grad = torch.eye(8, 12)
+        optimizer.step()
+        params[1].grad = None
+    calls = {name: entry["calls"] for name, entry in optimizer.cache_stats()["matrices"].items()}
+    assert calls == {"weight": 3, "group1.param0": 1}
+    assert optimizer.metrics()["muon/calls"] == 4 and optimizer.metrics()["muon/calls"] == 0
+    assert set(optimizer.events()) == set(calls)

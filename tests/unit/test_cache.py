@@ -197,6 +197,7 @@ def test_counters_count():
         (lambda M: CacheGNS()(M, None, -1.0), "gamma must be a number >= 0, got -1.0"),
         (lambda M: CacheGNS()(M, None, math.nan), "gamma must be a number >= 0, got nan"),
         (lambda M: CacheGNS()(M, None, 1.0, max_age=-1), "max_age must be an integer >= 0 or None, got -1"),
+        (lambda M: CacheGNS()(M, M[:2, :2], 1.0), r"transform must have shape \(3, 3\), got \(2, 2\)"),
         (lambda M: CacheGNS(GramNS())(M[0], None, 1.0), "M must be real floating point"),
     ],
 )

@@ -281,3 +281,13 @@ def test_restarts_outside_the_iterations_are_refused(restarts):
 def test_bad_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "solve",
+    [polar, lambda W: GramNS().with_transform(W)[0], lambda W: CacheGNS()(W, None, 5.0)[0]],
+    ids=["polar", "with_transform", "cache"],
+)
+def test_a_parameter_is_solved_without_a_gradient(solve):
+    W = torch.nn.Parameter(spectrum(6, 9, torch.linspace(0.5, 1, 6)).float())
+    assert not solve(W).requires_grad

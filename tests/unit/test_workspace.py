@@ -155,6 +155,34 @@ def test_a_step_takes_at_most_its_ceiling(make):
     assert max(peaks) > 0.25  # what is measured is there
 
 
+def peaks_of(optimizer, params, steps=6):
+    """The most that each step after the first takes, with gradients that no transform fits."""
+    found = []
+    for step in range(steps):
+        for i, param in enumerate(params):
+            param.grad = torch.empty_like(param).copy_(matrices(*param.shape, seed=100 * step + i)[0])
+        with Live(optimizer) as live:
+            optimizer.step()
+        found.append(live.peak)
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", ["gram", "exact-misses", "lagged-misses", "clip-all-lagged", "clip"])
+@pytest.mark.parametrize("shape", [(64, 288), (16, 1024), (64, 64)], ids=str)
+def test_however_many_there_are_a_step_takes_at_most_its_ceiling(name, shape):
+    params = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(24)]
+    ceiling = 3 * solve_bytes(*shape)
+    assert max(peaks_of(MAKES[name](params, max_workspace_bytes=ceiling), params)) <= ceiling
+
+
+@pytest.mark.parametrize("name", ["gram", "clip", "clip-lagged"])
+def test_gradients_in_channels_last_are_not_copied_all_at_once(name):
+    made = [torch.zeros(64, 32, 3, 3).to(memory_format=torch.channels_last) for _ in range(24)]
+    params, ceiling = list(map(torch.nn.Parameter, made)), 3 * solve_bytes(64, 288)
+    peaks = peaks_of(MAKES[name](params, max_workspace_bytes=ceiling), params)
+    assert max(peaks) <= ceiling < sum(param.nbytes for param in params)
+
+
 @pytest.mark.parametrize("name", ["gram", "standard", "sketch-misses", "resting", "lagged-misses", "clip"])
 def test_many_shapes_together_take_no_more_than_the_ceiling(name):
     # A thin matrix needs the rectangles, a square one the squares: kept for both, they would pass it.
