@@ -7,9 +7,10 @@
 the matrices themselves). First the learning rate of each is chosen by the loss after a shorter run of four of
 the twelve blocks: two rates, and from the better one on the next of a ladder until that is worse. Momentum is
 the one that was best for the first two at width 256 in as many steps (docs/beyond-the-paper.md). Then all are
-trained for `--steps` steps of 4 x 256 tokens. A run has one thread, and `--workers` of them go at a time:
-losses do not depend on that. Times are measured apart, at the end, when nothing else should run: whole
-training steps of all three on all threads, in turns. `--times` measures these alone.
+trained for `--steps` steps of 4 x 256 tokens. A run has one thread, and `--workers` of them go at a time;
+another number of threads rounds otherwise, which moves a loss by some thousandths. Times are measured apart,
+at the end, when nothing else should run: whole training steps of all three on all threads, in turns.
+`--times` measures these alone.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `small.json` and `small.png`, and with `--page` the table of that page.
