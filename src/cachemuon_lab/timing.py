@@ -7,6 +7,7 @@ spread.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import statistics
@@ -41,6 +42,18 @@ def avoid_trapped_bf16() -> None:
     program = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
     if subprocess.run([sys.executable, "-c", program], capture_output=True).returncode < 0:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
+
+def keep_memory() -> bool:
+    """Let this process keep the memory it frees for the next allocation, where the C library is glibc.
+
+    As torch's own allocator does on a GPU. By default glibc gives large blocks back at once, and the system
+    clears each page of the next one anew: a sixth of a forward and backward pass of GPT-2 Small
+    (docs/gpt2-small.md). Says whether the C library took it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    no_own_mappings, never_trimmed = (-4, 0), (-1, 2**31 - 1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    return mallopt is not None and all(mallopt(*setting) == 1 for setting in (no_own_mappings, never_trimmed))
 
 
 def machine(device: str) -> dict[str, str]:
@@ -86,7 +99,9 @@ def turns(names: Iterable[Name], number: int) -> list[Name]:
 def train_in_turns(configs: Sequence[RunConfig], steps: int) -> list[list[dict[str, float]]]:
     """Seconds of each training step of each run, on the CPU: `step_seconds`, and of these those of the
     optimizer and of its matrix part. The runs take turns step by step; the first, cold one is left out.
+    From here on the process keeps its memory (`keep_memory`).
     """
+    keep_memory()
     runs = []
     for config in configs:
         torch.manual_seed(config.seed)
