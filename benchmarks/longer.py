@@ -4,9 +4,9 @@
 
 `DIR` has `train.bin` and `val.bin` with bytes as uint16, as for `beyond.py`, whose model and momentum it has.
 The learning rate of each method is chosen with seed 0 by shorter runs: two rates, and from the better one on
-the next of a ladder until that is worse. Then CacheMuon and the fresh Muon that was best in that are trained
-at the whole length with another seed, at that rate and, since longer runs want smaller ones, at half of it;
-and at the better of the two with a second seed.
+the next of a ladder until that is worse. Then CacheMuon and the fresh Muon that was best in that are searched
+again at the whole length with another seed, from that rate and, since longer runs want smaller ones, the next
+lower one on; and trained at the best of that with a second seed.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `longer.json` and `longer.png`, and with `--page` the tables of that page.
@@ -37,7 +37,6 @@ from cachemuon_lab.recipes import recipe
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, adam_lr=2e-3)
 LADDER = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 FIRST = {"gram": (3, 4), "jordan": (3, 4), "cache": (4, 5)}  # where on it the searches begin
-PARTS = (1.0, 0.5)  # of the best rate of the shorter runs
 TUNING, SEEDS = 0, (1, 2)
 Method = tuple[str, float]  # a kind of optimizer and its learning rate
 SETTINGS = ("batch_size=16", "validate_every=100", "checkpoint_every=100")
@@ -54,7 +53,7 @@ class Longer:
         return configure(recipe("gpt2-mini"), replace(SHARED, kind=kind, lr=rate), (*SETTINGS, *own))
 
     def results(self) -> dict[str, Any]:
-        """Search, train the two with other seeds, and sum it up."""
+        """Search, search the two again at the whole length, and sum it up."""
         spent: dict[str, float] = {}
 
         def losses(wanted: list[tuple[str, float]]) -> list[float]:
@@ -67,15 +66,18 @@ class Longer:
 
         searched = climb(LADDER, FIRST, losses)
         fresh = min(searched.keys() - {"cache"}, key=lambda kind: min(searched[kind].values()))
-        rates = {kind: best_of(searched[kind]) for kind in (fresh, "cache")}
-        tried = [(kind, rate * part) for kind, rate in rates.items() for part in PARTS]
-        first = self._trained(tried, SEEDS[0])
-        best = [
-            min((one for one in tried if one[0] == kind), key=lambda one: first[one].loss) for kind in rates
-        ]
+        first: dict[Method, Finished] = {}
+
+        def at_length(wanted: list[Method]) -> list[float]:
+            first.update(self._trained(wanted, SEEDS[0]))
+            return [first[one].loss for one in wanted]
+
+        places = {kind: LADDER.index(best_of(searched[kind])) for kind in (fresh, "cache")}
+        found = climb(LADDER, {kind: {max(at - 1, 0), at} for kind, at in places.items()}, at_length)
+        best = [(kind, best_of(losses)) for kind, losses in found.items()]
         of_seeds = [first, *(self._trained(best, seed) for seed in SEEDS[1:])]
         methods = []
-        for kind, rate in tried:
+        for kind, rate in ((kind, rate) for kind, losses in found.items() for rate in reversed(losses)):
             own = [runs[kind, rate] for runs in of_seeds if (kind, rate) in runs]
             lines = [[line["loss"] for line in run.validations] for run in own]
             curve = [round(mean(at), 4) for at in zip(*lines, strict=True)]
