@@ -26,7 +26,12 @@ PAPERS_HITS = 0.59  # of GPT-2 Large on OpenWebText at gamma 5
 SLOW = 5  # times GramMuon's
 
 
-def _ours(gammas: Sequence[float]) -> dict[str, Callable[[list[Parameter]], Optimizer]]:
+Maker = Callable[[list[Parameter]], Optimizer]
+
+
+def _ours(gammas: Sequence[float], device: str) -> dict[str, tuple[str, Maker]]:
+    """The precision in which each of our optimizers iterates, and what makes it."""
+
     def unclipped(params: list[Parameter]) -> Optimizer:
         groups = [{"params": [p], "gamma": gamma} for p, gamma in zip(params, gammas, strict=True)]
         return CacheMuon(groups, momentum=0.0, clip=0.0, max_age=None)
@@ -36,12 +41,17 @@ def _ours(gammas: Sequence[float]) -> dict[str, Callable[[list[Parameter]], Opti
         "PolarExpMuon": StandardNS(POLAR_EXPRESS),
         "Muon, Jordan's quintic": StandardNS(QUINTIC),
     }
-    return {
+    own: dict[str, Maker] = {
         "CacheMuon": partial(CacheMuon, momentum=0.0),
         "CacheMuon, lagged": partial(CacheMuon, momentum=0.0, gate="lagged"),
         "CacheMuon, clip=0": unclipped,
         **{name: partial(Muon, momentum=0.0, solver=solver) for name, solver in fresh.items()},
         "Muon (default)": partial(Muon, momentum=0.0),
+    }
+    half = GramNS(dtype=torch.bfloat16)
+    return {name: ("fp32" if device == "cpu" else "fp16", make) for name, make in own.items()} | {
+        "CacheMuon, half precision": ("bf16", partial(CacheMuon, momentum=0.0, solver=half)),
+        "GramMuon, half precision": ("bf16", partial(Muon, momentum=0.0, solver=half)),
     }
 
 
@@ -62,9 +72,7 @@ def steps(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
                 sequence = smooth_gradients(shape, rounds + 1, device)
                 made[shape] = sequence, gamma_for(sequence, PAPERS_HITS)
         gradients, gammas = [made[s][0] for s in shapes], [made[s][1] for s in shapes]
-        makers: dict[str, tuple[str, Callable[[list[Parameter]], Optimizer]]] = {
-            name: ("fp32" if device == "cpu" else "fp16", make) for name, make in _ours(gammas).items()
-        }
+        makers = _ours(gammas, device)
         makers |= {name: (precision, make) for name, (precision, _, make) in installed().items()}
         drives = {name: Drive(make, gradients) for name, (_, make) in makers.items()}
         whole: dict[str, list[float]] = {name: [] for name in drives}

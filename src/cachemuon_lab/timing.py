@@ -8,6 +8,7 @@ spread.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import statistics
@@ -122,12 +123,20 @@ def train_in_turns(configs: Sequence[RunConfig], steps: int) -> list[list[dict[s
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """How long a call takes, on a GPU until its work is done."""
-    began = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    """How long a call takes, on a GPU until its work is done; without garbage collection, as in timeit, which
+    would hit whoever has its turn.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        began = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def spread(values: Sequence[float]) -> list[float]:

@@ -170,4 +170,4 @@ def test_the_page_has_what_the_ledger_says_of_longer_trainings(monkeypatch):
     known = Known(ROOT / "benchmarks" / "results" / "longer.jsonl", monkeypatch)
     results = longer.Longer(Path("text"), known, steps=2000, search=500).results()
     assert renewed(page, longer.tables(results)) == page
-    assert len(results["methods"]) == 4 and "1.3330" in page
+    assert len(results["methods"]) == 6 and "1.3330" in page

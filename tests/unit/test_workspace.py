@@ -48,6 +48,13 @@ def test_shape_layout_and_dtype_are_those_of_the_batch():
         assert (square.shape, square.is_contiguous(), square.dtype) == ((3, 4, 4), True, torch.float64)
 
 
+def test_half_precision_is_never_multiplied_into_a_transposed_result():
+    (tall,) = matrices(3, 6, 4)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert Workspace().like("X", tall.mT, dtype).is_contiguous()
+        assert Workspace().like("X", tall.mT.to(dtype)).is_contiguous()
+
+
 def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
     workspace, (large,) = Workspace(), matrices(4, 8, 16)
     workspace.like("X", large)
