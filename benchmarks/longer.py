@@ -74,10 +74,11 @@ class Longer:
 
         places = {kind: LADDER.index(best_of(searched[kind])) for kind in (fresh, "cache")}
         found = climb(LADDER, {kind: {max(at - 1, 0), at} for kind, at in places.items()}, at_length)
-        best = [(kind, best_of(losses)) for kind, losses in found.items()]
+        tried = [(kind, rate) for kind, by_rate in found.items() for rate in reversed(by_rate)]
+        best = [(kind, best_of(by_rate)) for kind, by_rate in found.items()]
         of_seeds = [first, *(self._trained(best, seed) for seed in SEEDS[1:])]
         methods = []
-        for kind, rate in ((kind, rate) for kind, losses in found.items() for rate in reversed(losses)):
+        for kind, rate in tried:
             own = [runs[kind, rate] for runs in of_seeds if (kind, rate) in runs]
             lines = [[line["loss"] for line in run.validations] for run in own]
             curve = [round(mean(at), 4) for at in zip(*lines, strict=True)]
