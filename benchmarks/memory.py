@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheMuon, Muon, param_groups
-from cachemuon.base import MatrixOptimizer
-from cachemuon.plan import Plan
-from cachemuon.stats import COLUMNS, RESIDUALS
-from cachemuon.views import reading_of
-from cachemuon.workspace import solve_bytes
+from cachemuon.engine.plan import Plan
+from cachemuon.newton_schulz.workspace import solve_bytes
+from cachemuon.optim.base import MatrixOptimizer
+from cachemuon.report.counters import COLUMNS, RESIDUALS
+from cachemuon.routing.layout import reading_of
 from cachemuon_lab.models.gpt2 import GPT2, GPT2_LARGE, GPT2_SMALL
 from cachemuon_lab.models.resnet import RESNET18, ResNet18
 from cachemuon_lab.performance import Cells, renewed, to_markdown

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cachemuon import CANS, CUBIC5, DEEPSEEK_V4, GRAM, QUINTIC, GramNS, StandardNS, polar_express, products
 from cachemuon.flops import Executed
-from cachemuon.polar import widen
-from cachemuon.workspace import Workspace
+from cachemuon.newton_schulz.normalize import widen
+from cachemuon.newton_schulz.workspace import Workspace
 
 Restarts = tuple[int, ...]
 RESTARTS: tuple[Restarts, ...] = ((), (1,), (2,), (3,), (4,), (2, 3), (2, 4))

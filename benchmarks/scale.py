@@ -18,9 +18,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from cachemuon import CacheGNS, GramNS
+from cachemuon.distributed.layout import Work, owners
+from cachemuon.engine.plan import spread
 from cachemuon.flops import GPT2_LARGE, Executed, executed_by
-from cachemuon.ownership import Work, owners
-from cachemuon.plan import spread
 from cachemuon_lab import drawing
 from cachemuon_lab.performance import Cells, renewed
 

@@ -5,7 +5,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cachemuon.matrices import local
+from cachemuon.engine.matrices import local
 
 
 class Live(TorchDispatchMode):

@@ -1,14 +1,10 @@
 """CacheMuon: a Muon optimizer that reuses its orthogonalization from step to step."""
 
 from . import flops, theory
-from .cache import CacheGNS
-from .cachemuon import CacheMuon
-from .groups import param_groups
-from .muon import Muon
-from .polar import AutoNS, ExactPolar, GramNS, Solver, StandardNS, normalize, polar
-from .probe import exact_residual, sketched_residual
-from .routing import routes
-from .schedules import (
+from .cache.gns import CacheGNS
+from .cache.residual import exact_residual, sketched_residual
+from .newton_schulz.normalize import normalize
+from .newton_schulz.schedules import (
     CANS,
     CUBIC5,
     DEEPSEEK_V4,
@@ -19,7 +15,12 @@ from .schedules import (
     polar_express,
     quintic,
 )
-from .stats import Event
+from .newton_schulz.solvers import AutoNS, ExactPolar, GramNS, Solver, StandardNS, polar
+from .optim.cachemuon import CacheMuon
+from .optim.muon import Muon
+from .report.counters import Event
+from .routing.groups import param_groups
+from .routing.rules import routes
 
 __all__ = [
     "CANS",

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cachemuon.schedules import Schedule
+from .newton_schulz.schedules import Schedule
 
 Number = TypeVar("Number", float, Decimal, Tensor)
 
@@ -28,7 +28,7 @@ def psi(schedule: Schedule, x: Number) -> Number:
 
     A singular value s becomes `s psi(s^2)`. Restarts do not change the map.
 
-    >>> from cachemuon.schedules import Schedule
+    >>> from cachemuon import Schedule
     >>> psi(Schedule([(1.5, -0.5, 0.0)]), 1.0)  # one classical step: (3 - x) / 2
     1.0
     """
@@ -47,7 +47,7 @@ def coefficients(schedule: Schedule, digits: int = 100) -> list[Decimal]:
 
     Decimal, because they pass 10^300. No digit cancels for a > 0, b < 0, c > 0, where the signs alternate.
 
-    >>> from cachemuon.schedules import Schedule
+    >>> from cachemuon import Schedule
     >>> [float(c) for c in coefficients(Schedule([(2.0, -1.5, 0.5)]))]
     [2.0, -1.5, 0.5]
     """
@@ -79,7 +79,7 @@ def lipschitz_sum(schedule: Schedule, digits: int = 100) -> Decimal:
 
     It bounds psi on the whole unit disc, where psi is huge, to have it on [0, 1], where it is not.
 
-    >>> from cachemuon.schedules import GRAM
+    >>> from .newton_schulz.schedules import GRAM
     >>> f"{lipschitz_sum(GRAM):.1e}"
     '6.9e+958'
     """

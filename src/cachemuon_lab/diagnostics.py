@@ -17,12 +17,12 @@ from torch.nn.functional import cosine_similarity
 from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
-from cachemuon.cache import Candidate
-from cachemuon.plan import cache_of
-from cachemuon.probe import random_block
-from cachemuon.stats import transform_name
-from cachemuon.views import reading_of
-from cachemuon.workspace import Workspace
+from cachemuon.cache.gns import Candidate
+from cachemuon.cache.residual import random_block
+from cachemuon.engine.plan import cache_of
+from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.report.counters import transform_name
+from cachemuon.routing.layout import reading_of
 from cachemuon_lab.config import RunConfig
 
 Line = dict[str, Any]

@@ -24,12 +24,12 @@ from cachemuon import (
     flops,
     param_groups,
 )
-from cachemuon.base import MatrixOptimizer
-from cachemuon.fresh import directions, send
-from cachemuon.matrices import Matrix, accumulate, descend, step_lengths
-from cachemuon.stats import OUTCOMES
-from cachemuon.travel import Shared
-from cachemuon.views import reading_of
+from cachemuon.distributed.exchange import Shared
+from cachemuon.engine.fresh import directions, send
+from cachemuon.engine.matrices import Matrix, accumulate, descend, step_lengths
+from cachemuon.optim.base import MatrixOptimizer
+from cachemuon.report.counters import OUTCOMES
+from cachemuon.routing.layout import reading_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 
 SOLVERS: dict[str, Solver] = {

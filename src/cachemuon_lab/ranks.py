@@ -11,9 +11,9 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from cachemuon.base import MatrixOptimizer
-from cachemuon.distributed import sharded_as, whole
-from cachemuon.settings import check_adam_group, check_entries, check_form
+from cachemuon.distributed.homes import sharded_as, whole
+from cachemuon.optim.base import MatrixOptimizer
+from cachemuon.optim.settings import check_adam_group, check_entries, check_form
 from cachemuon_lab.models import BLOCKS, Model
 
 STRATEGIES = ("ddp", "fsdp")

@@ -31,7 +31,7 @@ def processes() -> Iterator[bool]:
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
-    from cachemuon.parties import watched
+    from cachemuon.distributed.rank_group import watched
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -25,8 +25,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from cachemuon.base import MatrixOptimizer
-from cachemuon.workspace import Workspace
+from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.optim.base import MatrixOptimizer
 from cachemuon_lab.config import RunConfig
 from cachemuon_lab.models import build
 from cachemuon_lab.optimizers import Meter, make_optimizer

@@ -34,7 +34,7 @@ from torch import nn
 from unclipped import PAPERS, unclipped
 
 from cachemuon import GramNS, Muon, param_groups
-from cachemuon.workspace import solve_bytes
+from cachemuon.newton_schulz.workspace import solve_bytes
 
 NAN, INF = math.nan, math.inf
 TRANSFORMER = TASKS["transformer"]

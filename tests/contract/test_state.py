@@ -25,7 +25,7 @@ from contract.variants import (
 from unclipped import unclipped
 
 from cachemuon import QUINTIC, CacheMuon, GramNS, Muon, StandardNS
-from cachemuon.stats import COLUMNS
+from cachemuon.report.counters import COLUMNS
 
 TRANSFORMER = TASKS["transformer"]  # attention, a tied embedding, tall and wide matrices
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -123,8 +123,8 @@ def from_one_device(rank, world, file):
     optimizer.load_state_dict(saved["optimizer"])
     with torch.no_grad():
         for name, param in model.named_parameters():
-            from cachemuon.distributed import sharded_as
-            from cachemuon.matrices import local
+            from cachemuon.distributed.homes import sharded_as
+            from cachemuon.engine.matrices import local
 
             local(param).copy_(local(sharded_as(param, saved["model"][name])))
     train(model, optimizer, AFTER, part, parts)

@@ -6,7 +6,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.ownership import held
+from cachemuon.distributed.layout import held
 
 STEPS = 30
 SHAPES = [(40, 64), (24, 24), (48, 20), (7, 32), (40, 64), (6, 16, 24), (8, 3, 3, 3), (24, 24)]

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.parties import watched
+from cachemuon.distributed.rank_group import watched
 
 
 def params_of(layout, world):

@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import CacheMuon
+from cachemuon.distributed.layout import owners
+from cachemuon.engine.plan import Plan, cost_of
 from cachemuon.flops import GPT2_SMALL
-from cachemuon.ownership import owners
-from cachemuon.plan import Plan, cost_of
-from cachemuon.views import reading_of
+from cachemuon.routing.layout import reading_of
 
 STEPS = 12
 WHOLE = SHAPES + RESTING

@@ -17,10 +17,10 @@ from fuzz.cases import Case, Change, Grad, Group, Move, Param, Step
 from torch import Tensor, nn
 
 from cachemuon import GRAM, QUINTIC, CacheMuon, GramNS, Muon, StandardNS
-from cachemuon.matrices import lr_ratio
-from cachemuon.plan import cache_of
-from cachemuon.stats import OUTCOMES
-from cachemuon.views import reading_of
+from cachemuon.engine.matrices import lr_ratio
+from cachemuon.engine.plan import cache_of
+from cachemuon.report.counters import OUTCOMES
+from cachemuon.routing.layout import reading_of
 
 MAKE = {
     "Muon": Muon,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from cachemuon import Muon, flops, param_groups
-from cachemuon.views import matrix_shape
+from cachemuon.routing.layout import matrix_shape
 from cachemuon_lab.models import (
     GPT2,
     GPT2_LARGE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cachemuon import flops, param_groups
-from cachemuon.views import matrix_shape
+from cachemuon.routing.layout import matrix_shape
 from cachemuon_lab import train as train_module
 from cachemuon_lab.config import OptimizerConfig, RunConfig, with_overrides
 from cachemuon_lab.data.images import ImageBatches

@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from cachemuon import routes
-from cachemuon.routing import Route
-from cachemuon.views import reading
+from cachemuon.routing.layout import reading
+from cachemuon.routing.rules import Route
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "routing.md"
 MARK = "<!-- From here on written by: python tests/unit/test_architectures.py --write -->\n"

@@ -8,9 +8,9 @@ from reference import paper
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import DEEPSEEK_V4, GRAM, CacheGNS, GramNS, StandardNS
-from cachemuon.cache import decide
+from cachemuon.cache.gns import decide
 from cachemuon.flops import Executed
-from cachemuon.stats import AGE, EARLY, NO_AGE, OUTCOMES, count, new_counters
+from cachemuon.report.counters import AGE, EARLY, NO_AGE, OUTCOMES, count, new_counters
 
 
 def momenta(dtype=torch.float64, beta=0.9):

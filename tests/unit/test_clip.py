@@ -8,8 +8,8 @@ from recording import recorded_gradients
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import CacheGNS, CacheMuon, exact_residual, normalize
+from cachemuon.cache.residual import paired_residual, random_block
 from cachemuon.flops import executed_by
-from cachemuon.probe import paired_residual, random_block
 
 
 def spoiled(n=64, m=160, new=3, size=0.3):

@@ -18,8 +18,8 @@ import torch
 
 import cachemuon
 from cachemuon import CacheMuon, Muon
-from cachemuon.settings import ADAM_DEFAULTS
-from cachemuon.stats import OUTCOMES
+from cachemuon.optim.settings import ADAM_DEFAULTS
+from cachemuon.report.counters import OUTCOMES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = {

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.groups import ParamGroups, param_groups
-from cachemuon.heads import HEAD_NAMES, LAST_NAMES
-from cachemuon.routing import Route, routes
-from cachemuon.views import matrix_shape, reading
+from cachemuon.routing.groups import ParamGroups, param_groups
+from cachemuon.routing.heads import HEAD_NAMES, LAST_NAMES
+from cachemuon.routing.layout import matrix_shape, reading
+from cachemuon.routing.rules import Route, routes
 
 
 def reasons(model, **options):

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from unclipped import unclipped as unguarded
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon
+from cachemuon.engine.guard import Guard
 from cachemuon.flops import Executed, executed_by
-from cachemuon.guard import Guard
-from cachemuon.polar import cheaper
-from cachemuon.stats import GUARD
+from cachemuon.newton_schulz.solvers import cheaper
+from cachemuon.report.counters import GUARD
 
 unclipped = partial(unguarded, guard=True)
 SHAPES = [(128, 128), (128, 256), (160, 160)]

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from unclipped import unclipped
 
 from cachemuon import CacheMuon, GramNS, Muon, engine, host
+from cachemuon.cache.residual import random_block
+from cachemuon.engine.host import Readback
 from cachemuon.flops import gpt2_shapes
-from cachemuon.host import Readback
-from cachemuon.probe import random_block
 
 CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
 

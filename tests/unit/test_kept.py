@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unclipped import unclipped
 
 from cachemuon import CacheMuon
-from cachemuon.plan import Plan
+from cachemuon.engine.plan import Plan
 
 SHAPES = [(24, 96), (32, 32), (16, 64), (32, 32), (3, 12, 40), (24, 96)]
 cached = partial(CacheMuon, gamma=20.0, max_age=4, guard=False)

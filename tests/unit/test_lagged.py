@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from unclipped import unclipped
 
 from cachemuon import GramNS
-from cachemuon.polar import widen
-from cachemuon.probe import exact_residual, random_block, sketched_residual
-from cachemuon.stats import AGE, LAST, OUTCOMES
-from cachemuon.workspace import Workspace
+from cachemuon.cache.residual import exact_residual, random_block, sketched_residual
+from cachemuon.newton_schulz.normalize import widen
+from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.report.counters import AGE, LAST, OUTCOMES
 
 NAME = "blocks.1.down.weight"
 

@@ -16,7 +16,7 @@ import pytorch_optimizer
 import torch
 
 from cachemuon import CacheMuon, GramNS, Muon, StandardNS, polar_express
-from cachemuon.schedules import QUINTIC
+from cachemuon.newton_schulz.schedules import QUINTIC
 
 SHAPES = [(12, 30), (30, 12), (16, 16)]
 JORDAN = StandardNS(QUINTIC)

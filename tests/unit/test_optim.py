@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from unclipped import PAPERS, unclipped
 
 from cachemuon import GRAM, POLAR_EXPRESS, QUINTIC, CacheMuon, ExactPolar, GramNS, Muon, StandardNS
+from cachemuon.engine.host import Readback
 from cachemuon.flops import OUTCOMES as PRICED
 from cachemuon.flops import Paper
-from cachemuon.host import Readback
-from cachemuon.stats import OUTCOMES
+from cachemuon.report.counters import OUTCOMES
 
 
 def replay(make, dtype=torch.float32, steps=50):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemuon import CacheMuon
+from cachemuon.engine.plan import Plan, spread
 from cachemuon.flops import gpt2_shapes
-from cachemuon.plan import Plan, spread
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))

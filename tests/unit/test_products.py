@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import GramNS, StandardNS, products
 from cachemuon.flops import executed_by
-from cachemuon.products import panels, symmetric, symmetric_flops
-from cachemuon.workspace import Workspace
+from cachemuon.newton_schulz.products import panels, symmetric, symmetric_flops
+from cachemuon.newton_schulz.workspace import Workspace
 
 
 def gram(n, batch=2, dtype=torch.float32):

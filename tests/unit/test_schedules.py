@@ -19,7 +19,7 @@ from cachemuon import (
     polar_express,
     quintic,
 )
-from cachemuon.schedules import CANS_RAW, CUBIC5_RAW
+from cachemuon.newton_schulz.schedules import CANS_RAW, CUBIC5_RAW
 
 NAMED = (POLAR_EXPRESS, GRAM, QUINTIC, CANS, CUBIC5, DEEPSEEK_V4)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cachemuon import theory
-from cachemuon.schedules import GRAM, POLAR_EXPRESS, QUINTIC, Schedule, polar_express
+from cachemuon.newton_schulz.schedules import GRAM, POLAR_EXPRESS, QUINTIC, Schedule, polar_express
 
 SCHEDULES = pytest.mark.parametrize("schedule", [GRAM, POLAR_EXPRESS, QUINTIC], ids=lambda s: s.name)
 TAME = Schedule([(2.0, -1.5, 0.5), (1.8, -1.1, 0.3)])  # few enough steps that the bounds are near

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.views import matrix_shape, parts, reading
+from cachemuon.routing.layout import matrix_shape, parts, reading
 
 MAKES = {
     "muon": lambda groups: Muon(groups, lr=0.05),

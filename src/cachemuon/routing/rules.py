@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .heads import WRAPPERS, output_heads
-from .views import Split, matrix_shape, reading
+from .layout import Split, matrix_shape, reading
 
 Choice = Literal["adam", "muon"]
 Kind = Literal["matrix", "embedding", "head", "vector"]

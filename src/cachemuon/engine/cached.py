@@ -13,7 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import Candidate, decide, gathered, probed
+from ..cache.gns import Candidate, decide, gathered, probed
+from ..cache.residual import random_block
+from ..distributed.rank_group import Party
+from ..newton_schulz.normalize import normalizer, rescale
+from ..newton_schulz.solvers import GramNS, Solver, cheaper
+from ..report.counters import (
+    AGE,
+    EARLY,
+    GUARD,
+    NO_AGE,
+    PROBED,
+    REFRESHED,
+    REFRESHES,
+    WAIT,
+    count,
+    skipped,
+    transform_name,
+)
 from .fresh import ceiling_of, prepared_batches, scratch_like, solve_step
 from .host import Edits, Kept, read, together
 from .matrices import (
@@ -31,23 +48,7 @@ from .matrices import (
     step_lengths,
     update_of,
 )
-from .parties import Party
 from .plan import Policy
-from .polar import GramNS, Solver, cheaper, normalizer, rescale
-from .probe import random_block
-from .stats import (
-    AGE,
-    EARLY,
-    GUARD,
-    NO_AGE,
-    PROBED,
-    REFRESHED,
-    REFRESHES,
-    WAIT,
-    count,
-    skipped,
-    transform_name,
-)
 
 
 @dataclass(slots=True, eq=False)

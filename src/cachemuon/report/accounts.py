@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .distributed import Home, Homes
-from .host import Kept
-from .settings import check_pieces, named_params, number_name
-from .stats import (
+from ..distributed.homes import Home, Homes
+from ..engine.host import Kept
+from ..optim.settings import check_pieces, named_params, number_name
+from ..routing.layout import Piece, reading_of
+from .counters import (
     AGE,
     LAST,
     NO_AGE,
@@ -28,7 +29,6 @@ from .stats import (
     outcome_counts,
     summary,
 )
-from .views import Piece, reading_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,20 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
-from .accounts import Record
+from ..distributed.exchange import Shared, apart, travel, worked_on
+from ..distributed.layout import Work
+from ..engine.fresh import send, solve_step
+from ..engine.host import Claim, Edits
+from ..engine.matrices import Matrix
+from ..flops.model import Executed, executed_by, paper_cost
+from ..newton_schulz.products import panels
+from ..newton_schulz.schedules import Schedule
+from ..newton_schulz.solvers import AutoNS, GramNS, Solver, StandardNS
+from ..report.accounts import Record
+from ..report.counters import AGE, NO_AGE, count
+from ..routing.layout import Piece, reading_of
 from .base import MatrixOptimizer
-from .flops import Executed, executed_by, paper_cost
-from .fresh import send, solve_step
-from .host import Claim, Edits
-from .matrices import Matrix
-from .ownership import Work
-from .polar import AutoNS, GramNS, Solver, StandardNS
-from .products import panels
-from .schedules import Schedule
 from .settings import shorthand
-from .stats import AGE, NO_AGE, count
-from .travel import Shared, apart, travel, worked_on
-from .views import Piece, reading_of
 
 
 class Muon(MatrixOptimizer):

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from .polar import computed_in, peak_of
-from .views import reading_of
-from .workspace import Workspace
+from ..newton_schulz.normalize import computed_in, peak_of
+from ..newton_schulz.workspace import Workspace
+from ..routing.layout import reading_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .routing import Choice, Overrides, Route, routed
-from .views import Split
+from .layout import Split
+from .rules import Choice, Overrides, Route, routed
 
 Settings = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .views import Piece
+from ..routing.layout import Piece
 
 Runs = list[range]
 

@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .polar import (
-    GramNS,
+from ..newton_schulz.normalize import (
     computed_in,
     full_precision,
-    gram_transform,
     holds,
     normalizer,
     rescale,
     restore,
     wide_batch,
 )
-from .probe import exact_residual, paired_residual, random_block, sketched_residual
-from .products import symmetric
-from .schedules import ROOT
-from .stats import NO_AGE, REFRESHES, Event
-from .workspace import Workspace
+from ..newton_schulz.products import symmetric
+from ..newton_schulz.schedules import ROOT
+from ..newton_schulz.solvers import GramNS, gram_transform
+from ..newton_schulz.workspace import Workspace
+from ..report.counters import NO_AGE, REFRESHES, Event
+from .residual import exact_residual, paired_residual, random_block, sketched_residual
 
 PROBES = ("sketch", "exact")
 GATES = ("sync", "lagged")

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, StateDict
 
-from .matrices import identity, is_dtensor, local
-from .ownership import Part, Runs, Work, held, owners
-from .parties import Party
-from .views import Piece, reading_of
+from ..engine.matrices import identity, is_dtensor, local
+from ..routing.layout import Piece, reading_of
+from .layout import Part, Runs, Work, held, owners
+from .rank_group import Party
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

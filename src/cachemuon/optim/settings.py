@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import check_sharding
-from .matrices import ADJUST_LR_FNS
-from .polar import Solver, holds
-from .schedules import QUINTIC, Schedule
-from .stats import COLUMNS, NO_AGE, OUTCOMES, RESIDUALS, transform_name
-from .views import reading_of
+from ..distributed.homes import check_sharding
+from ..engine.matrices import ADJUST_LR_FNS
+from ..newton_schulz.normalize import holds
+from ..newton_schulz.schedules import QUINTIC, Schedule
+from ..newton_schulz.solvers import Solver
+from ..report.counters import COLUMNS, NO_AGE, OUTCOMES, RESIDUALS, transform_name
+from ..routing.layout import reading_of
 
 ADAM_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,

@@ -14,15 +14,19 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from .accounts import Accounts
-from .distributed import Homes, by_mesh, sharded_as
-from .foreign import as_ours
-from .host import Kept, Ledger
-from .matrices import Matrix, matrices_of
-from .ownership import Work
-from .parties import Party, as_replicas
-from .polar import Solver, full_precision
-from .schedules import Schedule
+from ..distributed.exchange import Shared, agree_on_finite, shared_of
+from ..distributed.homes import Homes, by_mesh, sharded_as
+from ..distributed.layout import Work
+from ..distributed.rank_group import Party, as_replicas
+from ..engine.host import Kept, Ledger
+from ..engine.matrices import Matrix, matrices_of
+from ..newton_schulz.normalize import full_precision
+from ..newton_schulz.schedules import Schedule
+from ..newton_schulz.solvers import Solver
+from ..report.accounts import Accounts
+from ..report.counters import COLUMNS, RESIDUALS, new_counters
+from ..routing.layout import reading_of
+from .import_state import as_ours
 from .settings import (
     ADAM_DEFAULTS,
     check_adam_group,
@@ -36,9 +40,6 @@ from .settings import (
     named_params,
     shorthand,
 )
-from .stats import COLUMNS, RESIDUALS, new_counters
-from .travel import Shared, agree_on_finite, shared_of
-from .views import reading_of
 
 
 class MatrixOptimizer(Accounts):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import Home
-from .matrices import Matrix, accumulate, add, agreed, batches, is_dtensor, local, promoted
-from .parties import Party
-from .polar import computed_in
-from .views import reading_of
-from .workspace import Workspace, ceiling
+from ..engine.matrices import Matrix, accumulate, add, agreed, batches, is_dtensor, local, promoted
+from ..newton_schulz.normalize import computed_in
+from ..newton_schulz.workspace import Workspace, ceiling
+from ..routing.layout import reading_of
+from .homes import Home
+from .rank_group import Party
 
 
 @dataclass(slots=True, eq=False)

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
-from .accounts import Record
+from ..cache.gns import GATES, check_gate
+from ..distributed.exchange import Shared, apart, travel, worked_on
+from ..distributed.homes import Home, Homes, ranks_of
+from ..distributed.layout import Work
+from ..distributed.rank_group import EXCHANGES, Party
+from ..engine.cached import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of
+from ..engine.fresh import send
+from ..engine.host import Claim, Edits
+from ..engine.matrices import Matrix, agreed, cached_in, local
+from ..engine.plan import Plan, Policy, cache_of, cost_of
+from ..flops.model import paper_cost, price
+from ..newton_schulz.schedules import Schedule
+from ..newton_schulz.solvers import GramNS
+from ..report.accounts import Record
+from ..report.counters import AGE, NO_AGE, WAIT, transform_name
+from ..routing.layout import Piece, reading_of
 from .base import MatrixOptimizer
-from .cache import GATES, check_gate
-from .distributed import Home, Homes, ranks_of
-from .engine import CachedStep, Decision, Told, Unread, blocks_for, drop_transform, residuals_of
-from .flops import paper_cost, price
-from .fresh import send
-from .host import Claim, Edits
-from .matrices import Matrix, agreed, cached_in, local
-from .ownership import Work
-from .parties import EXCHANGES, Party
-from .plan import Plan, Policy, cache_of, cost_of
-from .polar import GramNS
-from .schedules import Schedule
 from .settings import check_kept, check_pieces, shorthand
-from .stats import AGE, NO_AGE, WAIT, transform_name
-from .travel import Shared, apart, travel, worked_on
-from .views import Piece, reading_of
 
 
 class CacheMuon(MatrixOptimizer):

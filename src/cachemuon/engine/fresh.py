@@ -12,10 +12,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..newton_schulz.normalize import computed_in, normalize
+from ..newton_schulz.solvers import Solver
+from ..newton_schulz.workspace import Workspace, ceiling, solve_bytes
 from .host import Kept, upload
 from .matrices import Matrix, accumulate, assign_factors, batches, descend, factors_of, step_lengths
-from .polar import Solver, computed_in, normalize
-from .workspace import Workspace, ceiling, solve_bytes
 
 
 def send(

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .stats import skipped
-from .workspace import Workspace
+from ..newton_schulz.workspace import Workspace
+from ..report.counters import skipped
 
 
 def read(values: Tensor) -> list[Any]:

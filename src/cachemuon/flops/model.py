@@ -16,9 +16,9 @@ from typing import Literal
 
 import torch
 
-from .polar import GramNS, StandardNS
-from .products import gram_flops, panels, standard_flops, symmetric_flops
-from .schedules import ROOT
+from ..newton_schulz.products import gram_flops, panels, standard_flops, symmetric_flops
+from ..newton_schulz.schedules import ROOT
+from ..newton_schulz.solvers import GramNS, StandardNS
 
 Shape = tuple[int, int]
 

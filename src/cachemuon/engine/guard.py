@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .flops import Executed
+from ..flops.model import Executed
 
 
 class Machine(NamedTuple):

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .cache import CacheGNS
-from .distributed import ranks_of
-from .flops import Executed, executed_by
+from ..cache.gns import CacheGNS
+from ..distributed.homes import ranks_of
+from ..flops.model import Executed, executed_by
+from ..newton_schulz.normalize import computed_in
+from ..newton_schulz.workspace import hit_bytes, solve_bytes
+from ..routing.layout import Piece, reading_of
 from .guard import Guard
 from .matrices import cached_in, identity
-from .polar import computed_in
-from .views import Piece, reading_of
-from .workspace import hit_bytes, solve_bytes
 
 SETTINGS = (
     "solver",

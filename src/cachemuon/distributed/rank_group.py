@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .matrices import Matrix
+from ..engine.matrices import Matrix
 
 HOST = torch.device("cpu")
 PATIENCE = 5  # seconds, for a rank to say that it is there

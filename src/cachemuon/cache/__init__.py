@@ -1,0 +1,1 @@
+"""The cached direction: its residual, its repair, the paper's algorithm."""

@@ -1,0 +1,1 @@
+from .homes import sharded_as, whole, whole_state_dict

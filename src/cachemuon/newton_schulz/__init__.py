@@ -1,0 +1,1 @@
+"""The fresh solve: schedules, solvers, and what they multiply."""

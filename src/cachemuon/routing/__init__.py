@@ -1,0 +1,1 @@
+"""Which parameter goes to Muon, and how it is read as matrices."""
