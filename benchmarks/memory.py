@@ -21,7 +21,7 @@ from cachemuon.engine.plan import Plan
 from cachemuon.newton_schulz.workspace import solve_bytes
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.report.counters import COLUMNS, RESIDUALS
-from cachemuon.routing.layout import reading_of
+from cachemuon.routing.layout import layout_of
 from cachemuon_lab.models.gpt2 import GPT2, GPT2_LARGE, GPT2_SMALL
 from cachemuon_lab.models.resnet import RESNET18, ResNet18
 from cachemuon_lab.performance import Cells, renewed, to_markdown
@@ -84,7 +84,7 @@ def state_bytes(optimizer: Optimizer) -> int:
             if not group.get("use_muon", False):
                 total += 2 * param.nbytes + 4  # two moments, and the number of the step
                 continue
-            matrices = len(reading_of(group, param).pieces)
+            matrices = len(layout_of(group, param).views)
             total += param.nbytes + matrices * 8 * (len(COLUMNS) + len(RESIDUALS))
             policies = [] if plan is None else plan.of(param)[0]
             total += sum(policy.kept for policy in policies if not policy.always_rests)
@@ -98,7 +98,7 @@ def largest_solve(optimizer: MatrixOptimizer) -> int:
         for group in optimizer.param_groups
         if group["use_muon"]
         for param in group["params"]
-        for piece in reading_of(group, param).pieces
+        for piece in layout_of(group, param).views
     )
 
 

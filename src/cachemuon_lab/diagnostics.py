@@ -22,7 +22,7 @@ from cachemuon.cache.residual import random_block
 from cachemuon.engine.plan import cache_of
 from cachemuon.newton_schulz.workspace import Workspace
 from cachemuon.report.counters import transform_name
-from cachemuon.routing.layout import reading_of
+from cachemuon.routing.layout import layout_of
 from cachemuon_lab.config import RunConfig
 
 Line = dict[str, Any]
@@ -160,14 +160,14 @@ def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[
         for name, param in zip(names, group["params"], strict=True):
             state = optimizer.state.get(param, {})
             if "momentum_buffer" in state:
-                count = len(reading_of(group, param).pieces)
+                count = len(layout_of(group, param).views)
                 for index in range(count):
                     yield name if count == 1 else f"{name}[{index}]", state, group, index
 
 
 def _momentum(state: dict[str, Any], group: dict[str, Any], index: int) -> Tensor:
     momentum: Tensor = state["momentum_buffer"]
-    return reading_of(group, momentum).cut(momentum)[index].flatten(1)
+    return layout_of(group, momentum).cut(momentum)[index].flatten(1)
 
 
 def _momenta(optimizer: Optimizer) -> dict[str, Tensor]:

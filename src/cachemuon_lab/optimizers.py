@@ -29,7 +29,7 @@ from cachemuon.engine.fresh import directions, send
 from cachemuon.engine.matrices import Matrix, accumulate, descend, step_lengths
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.report.counters import OUTCOMES
-from cachemuon.routing.layout import reading_of
+from cachemuon.routing.layout import layout_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 
 SOLVERS: dict[str, Solver] = {
@@ -188,7 +188,7 @@ class Meter:
         shapes = []
         for group in self.optimizer.param_groups:
             if group.get("use_muon"):
-                readings = (reading_of(group, param) for param in group["params"])
+                readings = (layout_of(group, param) for param in group["params"])
                 shapes += [piece.sides for read in readings for piece in read.pieces]
         if not shapes:
             return None

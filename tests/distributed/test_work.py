@@ -15,7 +15,7 @@ from cachemuon import CacheMuon
 from cachemuon.distributed.layout import owners
 from cachemuon.engine.plan import Plan, cost_of
 from cachemuon.flops import GPT2_SMALL
-from cachemuon.routing.layout import reading_of
+from cachemuon.routing.layout import layout_of
 
 STEPS = 12
 WHOLE = SHAPES + RESTING
@@ -180,7 +180,7 @@ def test_owners_of_gpt2_small_have_equal_work(world):
     life = group["max_age"] + 1
     loads = [[0] * world for _ in range(life)]
     for param, owner in zip(params, found, strict=True):
-        (piece,), (_, (early,)) = reading_of(group, param).pieces, plan.of(param)
+        (piece,), (_, (early,)) = layout_of(group, param).views, plan.of(param)
         cost = cost_of(group, param, piece)
         for step in range(life):
             loads[step][owner] += cost.cold if step == early else cost.hit
@@ -188,7 +188,7 @@ def test_owners_of_gpt2_small_have_equal_work(world):
     assert max(totals) <= 1.25 * sum(totals) / world
     solves = [0] * world
     for param, owner in zip(params, found, strict=True):
-        solves[owner] += cost_of(group, param, *reading_of(group, param).pieces).cold
+        solves[owner] += cost_of(group, param, *layout_of(group, param).views).cold
     assert max(solves) <= 1.25 * sum(solves) / world
     for load in loads:
         assert max(load) <= 1.5 * sum(load) / world

@@ -20,7 +20,7 @@ from cachemuon import GRAM, QUINTIC, CacheMuon, GramNS, Muon, StandardNS
 from cachemuon.engine.matrices import lr_ratio
 from cachemuon.engine.plan import cache_of
 from cachemuon.report.counters import OUTCOMES
-from cachemuon.routing.layout import reading_of
+from cachemuon.routing.layout import layout_of
 
 MAKE = {
     "Muon": Muon,
@@ -71,7 +71,7 @@ class _Run:
         flat = [(group, param) for group in self.subject.param_groups for param in group["params"]]
         for group, param in flat[len(self.steps) :]:
             self.steps.append(0)
-            self.spoiled.append([0] * (len(reading_of(group, param).pieces) if group["use_muon"] else 0))
+            self.spoiled.append([0] * (len(layout_of(group, param).views) if group["use_muon"] else 0))
 
     def all(self) -> None:
         self.look()
@@ -158,7 +158,7 @@ class _Run:
 
     def matrices(self, index, param, grad, old, momentum, group, name, events) -> None:
         """What a step did to the matrices of one parameter."""
-        read, state = reading_of(group, param), self.subject.state[param]
+        read, state = layout_of(group, param), self.subject.state[param]
         if momentum is None:
             momentum = torch.zeros_like(state["momentum_buffer"])
         assert all(value.isfinite().all() for key, value in state.items() if key != "residuals"), state

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from cachemuon import routes
-from cachemuon.routing.layout import reading
+from cachemuon.routing.layout import matrix_layout
 from cachemuon.routing.rules import Route
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "routing.md"
@@ -324,7 +324,7 @@ def test_what_muon_gets(name, weights):
 def test_fused_weights_are_split_by_pattern():
     found = {r.name: r for r in routes(built("GPT-2"), split={"*.c_attn.weight": 3})}
     weight = found["transformer.h.0.attn.c_attn.weight"]
-    pieces = reading(weight.shape, weight.view, weight.split, weight.transposed).pieces
+    pieces = matrix_layout(weight.shape, weight.view, weight.split, weight.transposed).views
     assert [piece.sides for piece in pieces] == [(32, 32)] * 3
     grouped = routes(built("Falcon"), split={"*.query_key_value.weight": (32, 8, 8)})
     assert {r.split for r in grouped if "query_key_value" in r.name} == {(32, 8, 8)}

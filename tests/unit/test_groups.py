@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from cachemuon import CacheMuon, Muon
 from cachemuon.routing.groups import ParamGroups, param_groups
 from cachemuon.routing.heads import HEAD_NAMES, LAST_NAMES
-from cachemuon.routing.layout import matrix_shape, reading
+from cachemuon.routing.layout import matrix_shape, matrix_layout
 from cachemuon.routing.rules import Route, routes
 
 
@@ -145,7 +145,7 @@ def test_the_matrices_of_a_grouped_convolution_are_what_its_groups_do():
     torch.manual_seed(0)
     conv = nn.Conv2d(6, 8, 3, groups=2, bias=False)
     (group,) = param_groups(conv)
-    parts = reading(tuple(conv.weight.shape), split=group["split"]).cut(conv.weight)
+    parts = matrix_layout(tuple(conv.weight.shape), split=group["split"]).cut(conv.weight)
     x = torch.randn(1, 6, 5, 5)
     alone = [nn.functional.conv2d(x[:, 3 * i : 3 * i + 3], part) for i, part in enumerate(parts)]
     torch.testing.assert_close(torch.cat(alone, 1), conv(x))
@@ -714,6 +714,6 @@ def test_every_trainable_parameter_is_in_exactly_one_group(model, head):
         assert group["params"] and len(group["reasons"]) == len(group["params"])
         for _, param in group["params"] if group["use_muon"] else ():
             how = {key: group[key] for key in ("view", "split", "transposed") if key in group}
-            pieces = reading(tuple(param.shape), **how).pieces
+            pieces = matrix_layout(tuple(param.shape), **how).views
             assert sum(math.prod(piece.sides) for piece in pieces) == param.numel()
             assert min(min(piece.sides) for piece in pieces) > 1

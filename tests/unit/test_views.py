@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.routing.layout import matrix_shape, parts, reading
+from cachemuon.routing.layout import matrix_shape, parts, matrix_layout
 
 MAKES = {
     "muon": lambda groups: Muon(groups, lr=0.05),
@@ -113,7 +113,7 @@ def test_a_list_of_sizes_becomes_a_tuple():
 
 
 def test_a_convolution_is_split_by_its_outputs():
-    read = reading((12, 3, 2, 2), split=2)
+    read = matrix_layout((12, 3, 2, 2), split=2)
     assert [piece.sides for piece in read.pieces] == [(6, 12), (6, 12)]
     assert matrix_shape((12, 3, 2, 2)) == (1, 12, 12)
     tensor = torch.arange(144.0).view(12, 3, 2, 2)

@@ -57,7 +57,6 @@ def paired_residual(z: Tensor, E: Tensor) -> Tensor:
     True
     """
     n, k = z.shape[-2:]
-    z = z.expand(*E.shape[:-2], n, k)
     products = E @ E.mT - z.mT @ z
     products.diagonal(dim1=-2, dim2=-1).zero_()
     length: Tensor = torch.linalg.vector_norm(products, dim=(-2, -1))

@@ -10,171 +10,181 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..routing.layout import Piece
+from ..routing.layout import MatrixView
 
-Runs = list[range]
+IndexRanges = list[range]
+"""Indices along one dimension, in ascending order."""
 
 
-def cut(runs: Runs, begin: int, end: int) -> Runs:
-    """Those of a list's places that lie at begin, ..., end - 1 of it.
+def take(ranges: IndexRanges, begin: int, end: int) -> IndexRanges:
+    """The entries number begin, ..., end - 1 of a list of indices.
 
-    >>> cut([range(0, 3), range(7, 9)], 2, 5)
+    >>> take([range(0, 3), range(7, 9)], 2, 5)
     [range(2, 3), range(7, 9)]
     """
     found, before = [], 0
-    for run in runs:
-        part = run[max(begin - before, 0) : max(end - before, 0)]
-        before += len(run)
+    for one in ranges:
+        part = one[max(begin - before, 0) : max(end - before, 0)]
+        before += len(one)
         if len(part):
             found.append(part)
     return found
 
 
-def chunk(runs: Runs, number: int, place: int) -> Runs:
-    """One of so many chunks, as torch.chunk makes them, where missing ones are empty.
+def chunk(ranges: IndexRanges, number: int, place: int) -> IndexRanges:
+    """One of `number` chunks, as torch.chunk makes them; chunks that torch leaves out are empty.
 
     >>> [chunk([range(7)], 3, place) for place in range(3)], chunk([range(2)], 4, 3)
     ([[range(0, 3)], [range(3, 6)], [range(6, 7)]], [])
     """
-    size = -(-sum(map(len, runs)) // number)
-    return cut(runs, place * size, (place + 1) * size)
+    size = -(-sum(map(len, ranges)) // number)
+    return take(ranges, place * size, (place + 1) * size)
 
 
-def within(runs: Runs, begin: int, end: int) -> tuple[int, Runs]:
-    """Those of the places that are at least `begin` and below `end`, counted from there; and how many are
-    below that.
+def within(ranges: IndexRanges, begin: int, end: int) -> tuple[int, IndexRanges]:
+    """The indices from `begin` up to `end`, counted from `begin`; and how many indices are below `begin`.
 
     >>> within([range(0, 3), range(7, 9)], 2, 8)
     (2, [range(0, 1), range(5, 6)])
     """
-    below = sum(max(min(run.stop, begin) - run.start, 0) for run in runs)
-    parts = [range(max(run.start, begin) - begin, min(run.stop, end) - begin) for run in runs]
+    below = sum(max(min(one.stop, begin) - one.start, 0) for one in ranges)
+    parts = [range(max(one.start, begin) - begin, min(one.stop, end) - begin) for one in ranges]
     return below, [part for part in parts if len(part)]
 
 
-def held(length: int, dim: int, placements: Sequence[Any], mesh: Sequence[int], where: Sequence[int]) -> Runs:
-    """The indices along one dimension that the rank at `where` in a mesh holds of a DTensor."""
-    runs = [range(length)]
+def local_indices(
+    length: int, dim: int, placements: Sequence[Any], mesh: Sequence[int], where: Sequence[int]
+) -> IndexRanges:
+    """The indices along one dimension of a DTensor that the rank at coordinates `where` of a mesh stores."""
+    ranges = [range(length)]
     for placement, number, place in zip(placements, mesh, where, strict=True):
         if getattr(placement, "dim", None) != dim:
             continue
         blocks = getattr(placement, "split_factor", 1)  # FSDP over tensor parallel shards within its blocks
-        runs = [run for block in range(blocks) for run in chunk(chunk(runs, blocks, block), number, place)]
-    merged: Runs = []
-    for run in runs:
-        if merged and merged[-1].stop == run.start:
-            merged[-1] = range(merged[-1].start, run.stop)
+        ranges = [
+            one for block in range(blocks) for one in chunk(chunk(ranges, blocks, block), number, place)
+        ]
+    merged: IndexRanges = []
+    for one in ranges:
+        if merged and merged[-1].stop == one.start:
+            merged[-1] = range(merged[-1].start, one.stop)
         else:
-            merged.append(run)
-    return [run for run in merged if len(run)]
+            merged.append(one)
+    return [one for one in merged if len(one)]
 
 
-Box = tuple[slice, ...]
+Region = tuple[slice, ...]
 
 
-class Part(NamedTuple):
-    """What one rank has of a matrix: at `place` of what it has of the parameter a tensor of that shape; and
-    which boxes of it are which boxes of the whole.
+class ShardSlice(NamedTuple):
+    """What one rank stores of a matrix: a tensor of `shape`, at `place` of the rank's part of the parameter.
+
+    Each pair of `regions` is a region of that tensor, and the region of the whole matrix that it is.
     """
 
     place: tuple[int | slice, ...]
     shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, Box], ...]
+    regions: tuple[tuple[Region, Region], ...]
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Its number of elements."""
         return prod(self.shape)
 
     @property
-    def region(self) -> Hashable:
-        """Which numbers of the matrix these are."""
-        return tuple((side.start, side.stop) for _, there in self.boxes for side in there)
+    def sides(self) -> tuple[int, int]:
+        """Its shape, flattened to two dimensions."""
+        return self.shape[0], prod(self.shape[1:])
+
+    @property
+    def covers(self) -> Hashable:
+        """Which elements of the matrix it has."""
+        return tuple((side.start, side.stop) for _, there in self.regions for side in there)
 
     @classmethod
-    def of(cls, runs: Sequence[Runs], piece: Piece) -> Part | None:
-        """From the indices that a rank holds along each dimension of a parameter; None if it has nothing."""
+    def of(cls, ranges: Sequence[IndexRanges], view: MatrixView) -> ShardSlice | None:
+        """From the indices that a rank stores along each dimension of a parameter; None if it has nothing."""
         place: list[int | slice] = []
-        lead = len(piece.slot)
-        for one, along in zip(piece.slot, runs, strict=False):
-            before, inside = within(along, one, one + 1)
+        lead = len(view.stack_index)
+        for index, along in zip(view.stack_index, ranges, strict=False):
+            before, inside = within(along, index, index + 1)
             if not inside:
                 return None
             place.append(before)
-        rest = list(runs[lead:])
-        before, rest[piece.dim] = within(rest[piece.dim], piece.begin, piece.end)
+        rest = list(ranges[lead:])
+        before, rest[view.dim] = within(rest[view.dim], view.begin, view.end)
         part = cls.whole(rest)
         if part is None:
             return None
-        window = slice(before, before + part.shape[piece.dim])
-        return part._replace(place=(*place, *[slice(None)] * piece.dim, window))
+        window = slice(before, before + part.shape[view.dim])
+        return part._replace(place=(*place, *[slice(None)] * view.dim, window))
 
     @classmethod
-    def whole(cls, runs: Sequence[Runs]) -> Part | None:
-        """The same, where a parameter is not read as matrices."""
-        shape = tuple(sum(map(len, along)) for along in runs)
-        return cls((), shape, tuple(_boxes(runs))) if prod(shape) else None
+    def whole(cls, ranges: Sequence[IndexRanges]) -> ShardSlice | None:
+        """The same for a parameter that is not read as matrices."""
+        shape = tuple(sum(map(len, along)) for along in ranges)
+        return cls((), shape, tuple(_regions(ranges))) if prod(shape) else None
 
-    def cut_from(self, whole: Tensor) -> Tensor:
-        """This part of a matrix."""
-        if len(self.boxes) == 1:
-            return whole[self.boxes[0][1]]
-        part = whole.new_empty(self.shape)
-        for here, there in self.boxes:
-            part[here] = whole[there]
+    def read_from(self, whole: Tensor, out: Tensor) -> Tensor:
+        """Copy this slice of a whole matrix to `out`, which has its number of elements."""
+        part = out.view(self.shape)
+        for here, there in self.regions:
+            part[here].copy_(whole[there])
         return part
 
-    def put_into(self, whole: Tensor, part: Tensor) -> None:
-        """Write this part of a matrix."""
-        for here, there in self.boxes:
-            whole[there] = part.view(self.shape)[here]
+    def write_to(self, whole: Tensor, part: Tensor) -> None:
+        """Copy `part` into its place in a whole matrix."""
+        for here, there in self.regions:
+            whole[there].copy_(part.view(self.shape)[here])
 
 
-def _boxes(rest: Sequence[Runs]) -> Iterator[tuple[Box, Box]]:
+def _regions(rest: Sequence[IndexRanges]) -> Iterator[tuple[Region, Region]]:
     pairs = []
     for along in rest:
         before, here = 0, []
-        for run in along:
-            here.append((slice(before, before + len(run)), slice(run.start, run.stop)))
-            before += len(run)
+        for one in along:
+            here.append((slice(before, before + len(one)), slice(one.start, one.stop)))
+            before += len(one)
         pairs.append(here)
     for chosen in product(*pairs):
         yield tuple(one for one, _ in chosen), tuple(one for _, one in chosen)
 
 
-class Work(NamedTuple):
-    """What a matrix costs its owner: FLOPs at every step, and those of a solve, which is due at a step of
-    that number within a life; None: every step's are all.
+class OwnerCost(NamedTuple):
+    """What a matrix costs its owner: FLOPs at every step, and those that a refresh adds.
+
+    Refreshes fall on the steps of `refresh_slot` within a life; None where no refresh is scheduled.
     """
 
     step: int
-    solve: int
-    due: int | None = None
+    refresh: int
+    refresh_slot: int | None = None
 
 
-def owners(works: Sequence[Work], choices: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """The owner of each matrix, one of its choices, so that ranks have about the same work.
+def assign_owners(costs: Sequence[OwnerCost], choices: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """The owner of each matrix, one of its choices, so that all ranks have about the same work.
 
-    The solves that are due at one step are spread first, the largest ones before the others; then what is
-    the same at every step.
+    Refreshes of one slot are distributed first, the most expensive ones before the others; then the work that
+    is the same at every step.
 
-    >>> owners([Work(1, 9, 0), Work(1, 9, 0), Work(1, 9, 1), Work(5, 0)], [(0, 1)] * 4, 2)
+    >>> costs = [OwnerCost(1, 9, 0), OwnerCost(1, 9, 0), OwnerCost(1, 9, 1), OwnerCost(5, 0)]
+    >>> assign_owners(costs, [(0, 1)] * 4, 2)
     [0, 1, 0, 1]
     """
-    load, due = [0] * ranks, Counter[tuple[int, int]]()
-    found = [0] * len(works)
+    load, refreshes = [0] * ranks, Counter[tuple[int, int]]()
+    found = [0] * len(costs)
 
     def order(number: int) -> tuple[int, int, int, int]:
-        work = works[number]
-        late = (1, 0) if work.due is None else (0, work.due)
-        return (*late, -work.solve - work.step, number)
+        cost = costs[number]
+        late = (1, 0) if cost.refresh_slot is None else (0, cost.refresh_slot)
+        return (*late, -cost.refresh - cost.step, number)
 
-    lives = 1 + max((work.due for work in works if work.due is not None), default=0)
-    for number in sorted(range(len(works)), key=order):
-        work, at = works[number], works[number].due
-        rank = min(choices[number], key=lambda r: (due[r, -1 if at is None else at], load[r], r))
-        if at is not None:
-            due[rank, at] += work.solve
-        load[rank] += work.step * lives + work.solve
+    life = 1 + max((cost.refresh_slot for cost in costs if cost.refresh_slot is not None), default=0)
+    for number in sorted(range(len(costs)), key=order):
+        cost, slot = costs[number], costs[number].refresh_slot
+        rank = min(choices[number], key=lambda r: (refreshes[r, -1 if slot is None else slot], load[r], r))
+        if slot is not None:
+            refreshes[rank, slot] += cost.refresh
+        load[rank] += cost.step * life + cost.refresh
         found[number] = rank
     return found

@@ -16,7 +16,7 @@ _BACKENDS: Any = torch.backends
 _MATMULS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul)
 
 
-def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Tensor | None = None) -> Tensor:
+def normalize(M: Tensor, eps: float = EPS) -> Tensor:
     """`X = M / (|M|_F + eps)` for each matrix of a batch, in float32 (float64 stays float64).
 
     The norm is taken of `M / max|M|`, since squares overflow float32 at 1e20 and vanish at 1e-25.
@@ -25,19 +25,18 @@ def normalize(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Tens
     >>> float(torch.linalg.norm(normalize(torch.full((2, 8), 1e30))))
     1.0
     """
-    return rescale(M, normalizer(M, eps, out, peak), out)
+    U = M.to(computed_in(M.dtype), copy=True)
+    return U.mul_(prescale_(U, peak_of(U), eps))
 
 
-def normalizer(M: Tensor, eps: float = EPS, out: Tensor | None = None, peak: Tensor | None = None) -> Tensor:
-    """The factor `1 / (|M|_F + eps)` of `normalize` for each matrix, shaped `(..., 1, 1)`.
-
-    `out`, like M in float32 or float64, is memory to work in; `peak` is `peak_of(M)`, if it is known.
+def prescale_(U: Tensor, peak: Tensor, eps: float) -> Tensor:
+    """Divide each matrix of U, in place, by its `peak = max|U|`; returns the `scale (..., 1, 1)` that is left
+    to its norm: `X = scale U`.
     """
-    M = M.to(computed_in(M.dtype))
-    peak = (peak_of(M) if peak is None else peak.to(M.dtype)).clamp(min=torch.finfo(M.dtype).tiny)
-    # The largest entry of M / peak is 1, so its norm is below 1 only for the zero matrix.
-    norm: Tensor = torch.linalg.vector_norm(torch.mul(M, 1 / peak, out=out), dim=(-2, -1), keepdim=True)
-    return 1 / peak / (norm + eps / peak).clamp_(min=1)
+    inverse = 1 / peak.clamp(min=torch.finfo(U.dtype).tiny)
+    # The largest entry is 1 now, so the norm is below 1 only for the zero matrix.
+    norm: Tensor = torch.linalg.vector_norm(U.mul_(inverse), dim=(-2, -1), keepdim=True)
+    return 1 / (norm + eps * inverse).clamp_(min=1)
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -63,11 +62,6 @@ def peak_of(M: Tensor) -> Tensor:
     return torch.maximum(M.amax(dim=(-2, -1), keepdim=True), -M.amin(dim=(-2, -1), keepdim=True))
 
 
-def rescale(M: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
-    """`X = M * factor` in the factor's dtype, as a new tensor or in `out`."""
-    return torch.mul(M.to(factor.dtype), factor, out=out)
-
-
 def wide_batch(M: Tensor) -> Tensor:
     """`M (..., n, m)` as a batch `(B, n, m)` of wide matrices, transposed where M is tall."""
     if M.ndim < 2 or not M.is_floating_point() or 0 in M.shape[-2:]:
@@ -79,9 +73,7 @@ def wide_batch(M: Tensor) -> Tensor:
 
 def widen(M: Tensor, eps: float = EPS) -> Tensor:
     """`wide_batch(M)`, normalized."""
-    U = wide_batch(M)
-    X = torch.empty_like(U, dtype=computed_in(U.dtype))  # to work in, and the result
-    return normalize(U, eps, out=X)
+    return normalize(wide_batch(M), eps)
 
 
 def restore(direction: Tensor, M: Tensor) -> Tensor:

@@ -26,6 +26,21 @@ def panels(n: int, dtype: torch.dtype) -> int:
     return PANELS if n >= SMALLEST and dtype in (torch.float32, torch.float64) else 1
 
 
+def product(
+    A: Tensor, B: Tensor, out: Tensor, plus: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """`alpha A B + beta plus` for batches, in `out`; in memory of the compiler's choice under torch.compile.
+
+    >>> product(torch.ones(1, 2, 3), torch.ones(1, 3, 2), torch.empty(1, 2, 2))
+    tensor([[[3., 3.],
+             [3., 3.]]])
+    """
+    memory = None if torch.compiler.is_compiling() else out
+    if plus is None:
+        return torch.bmm(A, B, out=memory)
+    return torch.baddbmm(plus, A, B, beta=beta, alpha=alpha, out=memory)
+
+
 def symmetric(
     A: Tensor,
     B: Tensor,
@@ -46,10 +61,8 @@ def symmetric(
              [2., 1.]]])
     """
     n = out.shape[-1]
-    if (pieces := panels(n, out.dtype)) == 1:
-        if plus is None:
-            return torch.bmm(A, B, out=out)
-        return torch.baddbmm(plus, A, B, beta=beta, alpha=alpha, out=out)
+    if (pieces := panels(n, out.dtype)) == 1 or torch.compiler.is_compiling():
+        return product(A, B, out, plus, beta=beta, alpha=alpha)
     width = -(-n // pieces)
     for number, target in enumerate(out.unbind(0)):  # one by one: `mm` is faster than `bmm` of one
         left, right = A[number], B[number]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .normalize import EPS, full_precision, restore, widen
-from .products import gram_flops, panels, standard_flops, symmetric
+from .products import gram_flops, panels, product, standard_flops, symmetric
 from .schedules import GRAM, POLAR_EXPRESS, Schedule, Triple
 from .workspace import Workspace
 
@@ -78,12 +78,12 @@ class StandardNS(Solver):
         A, Z = workspace.square("A", Y), workspace.square("Z", Y)
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for a, b, c in self.schedule.triples:
-            symmetric(Y, Y.mT, A)  # (B, n, n)
+            A = symmetric(Y, Y.mT, A)  # (B, n, n)
             if c:
-                symmetric(A, A, Z, plus=A, beta=b, alpha=c)
-                Y = torch.baddbmm(Y, Z, Y, beta=a, out=target)
+                Z = symmetric(A, A, Z, plus=A, beta=b, alpha=c)
+                Y = product(Z, Y, target, plus=Y, beta=a)
             else:
-                Y = torch.baddbmm(Y, A, Y, beta=a, alpha=b, out=target)
+                Y = product(A, Y, target, plus=Y, beta=a, alpha=b)
             target, spare = spare, target
         return Y.to(X.dtype)
 
@@ -164,10 +164,10 @@ class GramNS(Solver):
         R, Q_tot = workspace.square("R", Y), None
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for begin, end in zip((0, *ends[:-1]), ends, strict=True):
-            symmetric(Y, Y.mT, R)
+            R = symmetric(Y, Y.mT, R)
             Q = gram_transform(R, triples[begin:end], workspace)
             if apply or end is not None:
-                Y = torch.bmm(Q, Y, out=target)
+                Y = product(Q, Y, target)
                 target, spare = spare, target
             if compose:
                 # Of its own: the next segment overwrites Q.
@@ -185,21 +185,17 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
     for k, (a, b, c) in enumerate(triples):
         # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
         # times that of P formed at once and R <- (P R) P (docs/restarts.md).
-        if c:
-            symmetric(R, R, P, plus=R, beta=b, alpha=c)
-        else:
-            torch.mul(R, b, out=P)
+        P = symmetric(R, R, P, plus=R, beta=b, alpha=c) if c else torch.mul(R, b, out=P)
         P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
         last = k == len(triples) - 1
         if not last:
-            symmetric(P, R, T)
+            T = symmetric(P, R, T)
             # An R that is symmetric but for its corners makes the error grow (docs/log.md).
-            symmetric(T, P, R, corners=True)
+            R = symmetric(T, P, R, corners=True)
         if k == 0:
             P, Q = Q, P  # before it Q is the identity, and never multiplied with
         else:
-            symmetric(Q, P, T)
-            Q, T = T, Q
+            Q, T = symmetric(Q, P, T), Q
     return Q
 
 

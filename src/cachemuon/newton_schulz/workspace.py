@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, device, dtype
 
 
@@ -34,11 +35,20 @@ class Workspace:
         transposed = X.stride(-2) == 1 and X.stride(-1) != 1
         if dtype.itemsize < 4 and X.device.type == "cpu":
             transposed = False
-        return self._take(role, False, X, X.shape, dtype, transposed)
+        return self._take(role, False, X, tuple(X.shape), dtype, transposed)
 
     def square(self, role: str, X: Tensor) -> Tensor:
         """Memory for `(B, n, n)` in the dtype of a batch `X (B, n, m)`."""
         return self._take(role, True, X, (*X.shape[:-1], X.shape[-2]), X.dtype, False)
+
+    def stack(self, role: str, tensors: list[Tensor], dtype: dtype) -> Tensor:
+        """Matrices as a batch in that dtype; a view of a single one that has it."""
+        first = tensors[0]
+        if len(tensors) == 1:
+            return first.unsqueeze(0).to(dtype)
+        square = first.shape[-2] == first.shape[-1]
+        out = self._take(role, square, first, (len(tensors), *first.shape), first.dtype, False)
+        return torch.stack(tensors, out=out).to(dtype)
 
     def prepare(self, numbers: int, n: int, m: int, itemsize: int, need: int, ceiling: int) -> None:
         """Let go of what larger batches left, where that would pass the ceiling together with the bytes that
@@ -63,7 +73,7 @@ class Workspace:
     def _take(
         self, role: str, square: bool, X: Tensor, shape: tuple[int, ...], dtype: dtype, transposed: bool
     ) -> Tensor:
-        view = self._views.get((role, square, shape, dtype, transposed, X.device))
+        view = self._views.get((role, shape, dtype, transposed, X.device))
         return self._made(role, square, X, shape, dtype, transposed) if view is None else view
 
     def _made(
@@ -77,7 +87,7 @@ class Workspace:
         plain = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         view = self._memory[key][:size].view(plain)
         view = view.mT if transposed else view
-        self._views[role, square, shape, dtype, transposed, X.device] = view
+        self._views[role, shape, dtype, transposed, X.device] = view
         return view
 
 

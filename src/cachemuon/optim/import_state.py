@@ -19,7 +19,7 @@ from .settings import named_params
 
 
 @dataclass(frozen=True)
-class Peer:
+class ForeignFormat:
     """Another optimizer, and the settings by which its groups are known.
 
     With `sums` its momentum is `B <- momentum B + G`, which is our average divided by `1 - momentum`.
@@ -31,15 +31,15 @@ class Peer:
     sums: bool = False
 
 
-PEERS = (
-    Peer("timm's Muon", frozenset({"conv_mode"})),
-    Peer("torch.optim.Muon", frozenset({"ns_coefficients", "adjust_lr_fn"})),
-    Peer("pytorch_optimizer's Muon", frozenset({"use_muon", "weight_decouple"})),
-    Peer("Moonlight's Muon", frozenset({"wd", "adamw_betas"}), sums=True),
-    Peer("dion's Muon", frozenset({"mu", "algorithm"}), sums=True),
-    Peer("torch.optim.Adam", frozenset({"betas", "amsgrad"})),
-    Peer("Keller Jordan's Muon", frozenset({"momentum", "weight_decay"}), frozenset({"nesterov"})),
-    Peer("Keller Jordan's Muon", frozenset({"betas", "use_muon"})),
+FOREIGN_FORMATS = (
+    ForeignFormat("timm's Muon", frozenset({"conv_mode"})),
+    ForeignFormat("torch.optim.Muon", frozenset({"ns_coefficients", "adjust_lr_fn"})),
+    ForeignFormat("pytorch_optimizer's Muon", frozenset({"use_muon", "weight_decouple"})),
+    ForeignFormat("Moonlight's Muon", frozenset({"wd", "adamw_betas"}), sums=True),
+    ForeignFormat("dion's Muon", frozenset({"mu", "algorithm"}), sums=True),
+    ForeignFormat("torch.optim.Adam", frozenset({"betas", "amsgrad"})),
+    ForeignFormat("Keller Jordan's Muon", frozenset({"momentum", "weight_decay"}), frozenset({"nesterov"})),
+    ForeignFormat("Keller Jordan's Muon", frozenset({"betas", "use_muon"})),
 )
 """Those that are known. A group is of the first whose settings it has."""
 
@@ -59,7 +59,7 @@ _SETTINGS = {
 _RATIOS = {None: "original", False: "original", True: "match_rms_adamw", "rms_norm": "match_rms_adamw"}
 
 
-def as_ours(state_dict: StateDict, live: Sequence[dict[str, Any]]) -> tuple[StateDict, str]:
+def convert(state_dict: StateDict, live: Sequence[dict[str, Any]]) -> tuple[StateDict, str]:
     """A state of another optimizer as one for the `live` groups, and what to warn of; ours as it is.
 
     A state of a single group, in which others keep matrices and the rest together, is cut at the live groups.
@@ -67,7 +67,7 @@ def as_ours(state_dict: StateDict, live: Sequence[dict[str, Any]]) -> tuple[Stat
     saved = state_dict["param_groups"]
     if all("use_muon" in group and _OURS & group.keys() for group in saved):
         return state_dict, ""
-    peers = [peer_of(group) for group in saved]
+    peers = [format_of(group) for group in saved]
     sizes, wanted = ([len(group["params"]) for group in groups] for groups in (saved, live))
     if sizes != wanted and (len(sizes) > 1 or sizes != [sum(wanted)]):
         raise ValueError(
@@ -94,16 +94,16 @@ def as_ours(state_dict: StateDict, live: Sequence[dict[str, Any]]) -> tuple[Stat
     return {**state_dict, "state": state, "param_groups": groups}, text if told else ""
 
 
-def peer_of(group: dict[str, Any]) -> Peer:
+def format_of(group: dict[str, Any]) -> ForeignFormat:
     """Whose group it is.
 
-    >>> peer_of(torch.optim.Muon([torch.zeros(2, 3)]).state_dict()["param_groups"][0]).name
+    >>> format_of(torch.optim.Muon([torch.zeros(2, 3)]).state_dict()["param_groups"][0]).name
     'torch.optim.Muon'
     """
-    for peer in PEERS:
+    for peer in FOREIGN_FORMATS:
         if peer.has <= group.keys() and not peer.lacks & group.keys():
             return peer
-    known = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
+    known = ", ".join(dict.fromkeys(peer.name for peer in FOREIGN_FORMATS))
     raise ValueError(
         f"state_dict must be of this optimizer, or of one of {known}; got groups with "
         f"{sorted(group.keys() - {'params'})}. To begin with fresh momentum, load nothing"
@@ -111,7 +111,7 @@ def peer_of(group: dict[str, Any]) -> Peer:
 
 
 def _entries(
-    name: str, group: dict[str, Any], other: dict[str, Any], peer: Peer, saved: dict[str, Any]
+    name: str, group: dict[str, Any], other: dict[str, Any], peer: ForeignFormat, saved: dict[str, Any]
 ) -> dict[str, Any]:
     """What was saved for one parameter, by our names and in our scale."""
     names = _MATRIX if group["use_muon"] else _ADAM

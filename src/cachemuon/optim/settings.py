@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..distributed.homes import check_sharding
-from ..engine.matrices import ADJUST_LR_FNS
+from ..distributed.placement import check_sharding
+from ..engine.momentum import ADJUST_LR_FNS
 from ..newton_schulz.normalize import holds
 from ..newton_schulz.schedules import QUINTIC, Schedule
 from ..newton_schulz.solvers import Solver
-from ..report.counters import COLUMNS, NO_AGE, OUTCOMES, RESIDUALS, transform_name
-from ..routing.layout import reading_of
-
-ADAM_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-4,
-    "decoupled_weight_decay": True,
-    "fused": True,
-}
-"""The settings of a group with `use_muon=False`; it inherits none of Muon's."""
+from ..report.counters import COLUMNS, NEVER, OUTCOMES, RESIDUALS, entry_name
+from ..routing.layout import layout_of
 
 MOST = 2**53
 """More than any counter comes to."""
@@ -57,9 +48,9 @@ CACHE_DTYPES = (torch.float32, torch.float16)
 as much (docs/memory.md)."""
 
 
-def check_kept(group: dict[str, Any]) -> None:
-    """Refuse what cannot be meant about keeping transforms, or would not hold them."""
-    dtype, size = group["cache_dtype"], group["max_cache_bytes"]
+def check_cache_storage(group: dict[str, Any]) -> None:
+    """Refuse a dtype that cannot store transforms."""
+    dtype = group["cache_dtype"]
     if dtype is not None and dtype not in CACHE_DTYPES:
         allowed = ", ".join(map(str, CACHE_DTYPES))
         raise ValueError(f"cache_dtype must be one of {allowed} or None, got {dtype!r}")
@@ -67,8 +58,12 @@ def check_kept(group: dict[str, Any]) -> None:
     if dtype is not None and not holds(dtype, schedule):
         needed = f"a transform of this solver, with entries up to {schedule.gain:.0f}"
         raise ValueError(f"cache_dtype must hold {needed}, got {dtype!r}")
-    if size is not None and not (isinstance(size, int) and size >= 0):
-        raise ValueError(f"max_cache_bytes must be an integer >= 0 or None, got {size!r}")
+
+
+def check_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuse a value that is not among those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def check_step(group: dict[str, Any]) -> None:
@@ -123,15 +118,6 @@ def check_once(group: dict[str, Any]) -> None:
         seen.add(id(tensor))
 
 
-def check_pieces(param: Tensor, number: int, state: dict[str, Any]) -> None:
-    """Refuse to read a parameter as another number of matrices than its state has."""
-    if len(state["counters"]) != number:
-        raise ValueError(
-            f"view and split must stay as they were at the first step, got {number} matrices in a "
-            f"parameter of shape {tuple(param.shape)} whose state has {len(state['counters'])}"
-        )
-
-
 def check_form(saved: Any) -> None:
     """Refuse what is not even the form of an optimizer's state."""
     found = saved if isinstance(saved, dict) else {}
@@ -143,8 +129,9 @@ def check_form(saved: Any) -> None:
         keys = group.get("params") if isinstance(group, dict) else None
         if not (isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)):
             raise ValueError(f"param_groups[{number}] must have a list 'params' of numbers, got {keys!r}")
+    known = {key for group in groups for key in group["params"]}
     for key, entries in state.items():
-        if not isinstance(entries, dict):
+        if key in known and not isinstance(entries, dict):
             raise ValueError(f"state[{key!r}] must be a dict, got {type(entries).__name__}")
 
 
@@ -155,14 +142,14 @@ def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[s
     """
     expected: dict[str, tuple[int, ...] | None]  # shapes; None: one number
     if group["use_muon"]:
-        pieces = reading_of(group, param).pieces
+        pieces = layout_of(group, param).views
         number, sides = len(pieces), [piece.wide[0] for piece in pieces]
         together = ("counters", "residuals", "momentum_buffer")
         expected = {
             "counters": (number, len(COLUMNS)),
             "residuals": (number, len(RESIDUALS)),
             "momentum_buffer": tuple(param.shape),
-            **{transform_name(index, number): (n, n) for index, n in enumerate(sides)},
+            **{entry_name("transform", index, number): (n, n) for index, n in enumerate(sides)},
         }
         begun = "counters" in saved or "residuals" in saved
     else:
@@ -175,6 +162,8 @@ def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[s
         if entry not in saved:
             continue
         value = saved[entry]
+        if entry == "step" and is_number(value):
+            value = torch.tensor(float(value), device="cpu")
         if not (isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"):
             got = (
                 f"one in {value.layout} on {value.device}" if isinstance(value, Tensor) else repr(value)[:60]
@@ -196,7 +185,7 @@ def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[s
 
 def check_counters(name: str, row: list[int]) -> None:
     """Refuse counters that no sequence of steps leads to."""
-    lowest = {"age": NO_AGE, "last": -1, "balance": -MOST}
+    lowest = {"made": NEVER, "last": -1}
     highest = {"last": len(OUTCOMES) - 1}
     for column, value in zip(COLUMNS, row, strict=True):
         low, high = lowest.get(column, 0), highest.get(column, MOST)
@@ -219,7 +208,7 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
             f"{tuple(param.shape)}; param_groups(model) gives the others to Adam (use_muon=False)"
         )
     try:
-        reading_of(group, param)
+        layout_of(group, param)
     except ValueError as error:
         raise ValueError(f"{name} of shape {tuple(param.shape)}: {error}") from None
 
@@ -242,9 +231,20 @@ def check_absent(group: dict[str, Any], *keys: str) -> None:
             raise ValueError(f"{key} must be left out or False, got {group[key]!r}")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a setting is a number: also one of numpy's, or a tensor of one element.
+
+    >>> is_number(0.1), is_number(torch.tensor(0.1)), is_number("0.1")
+    (True, True, False)
+    """
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_decay(key: str, value: object) -> None:
     """Refuse what is no factor of an average."""
-    if not (isinstance(value, int | float) and 0 <= value < 1):
+    if not (is_number(value) and 0 <= float(value) < 1):
         raise ValueError(f"{key} must be in [0, 1), got {value!r}")
 
 
@@ -257,7 +257,7 @@ def check_non_negative(group: dict[str, Any], *keys: str) -> None:
                 raise ValueError(
                     f"{key} must be a number or a tensor of one element, got shape {value.shape}"
                 )
-        elif not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+        elif not (is_number(value) and math.isfinite(float(value)) and float(value) >= 0):
             raise ValueError(f"{key} must be a number >= 0, got {value!r}")
 
 

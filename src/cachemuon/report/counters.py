@@ -1,4 +1,4 @@
-"""Events and counters: what each decision was and why."""
+"""Outcomes of one matrix at one step, and the table in which they are counted."""
 
 from __future__ import annotations
 
@@ -7,27 +7,62 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OUTCOMES = ("hit", "cold", "residual", "stale", "non-finite", "fresh", "resting")
+OUTCOMES = ("hit", "first", "expired", "rejected", "bounded", "uncached", "fresh", "non-finite")
 """What can happen to a matrix at a step.
 
-`hit`: the cached transform was applied. The others of a cache are misses: `cold` (no transform
-yet), `residual` (above gamma), `stale` (older than max_age), `non-finite` (NaN or Inf in the
-gradient: nothing was changed), `resting` (solved without cache, which does not pay or has no room).
-`fresh`: solved by an optimizer that has no cache.
+`hit`: the cached transform was applied. The other outcomes of `CacheMuon` are misses: `first` (solved: there
+was no transform), `expired` (solved: the transform was due), `rejected` (solved: the gate measured a residual
+above gamma), `bounded` (the schedule applied a transform whose residual was above gamma, and shortened the
+step), `uncached` (solved without a cache, which does not pay or is suspended), `non-finite` (NaN or Inf in the
+gradient: nothing was changed). `fresh`: solved by an optimizer that has no cache.
 """
 
-REFRESHES = ("cold", "residual", "stale")
-"""The outcomes that solve anew and replace the transform."""
+HIT, FIRST, EXPIRED, REJECTED, BOUNDED, UNCACHED, FRESH, NON_FINITE = range(len(OUTCOMES))
+
+REFRESHES = (FIRST, EXPIRED, REJECTED)
+"""The outcomes that solve and replace the transform."""
+
+COLUMNS = (*OUTCOMES, "made", "last", "until", "wait")
+"""The columns of a matrix's counters: how often each outcome, the step that made the transform, the last
+outcome's index, the step up to which the cache is suspended, and how many steps the last suspension took."""
+
+MADE, LAST, UNTIL, WAIT = range(len(OUTCOMES), len(COLUMNS))
+
+NEVER = -1
+"""The step that made a transform which does not exist."""
+
+RESIDUALS = ("probed", "refreshed")
+"""The columns of a matrix's residuals: of the last cached direction, and of the last fresh one."""
+
+PROBED, REFRESHED = range(len(RESIDUALS))
+
+
+def new_counters() -> list[int]:
+    """The counters of a matrix that has not been stepped.
+
+    >>> dict(zip(COLUMNS, new_counters()))["made"]
+    -1
+    """
+    return [0] * len(OUTCOMES) + [NEVER, -1, 0, 0]
+
+
+def entry_name(entry: str, index: int, number: int) -> str:
+    """The name of a state entry that each of a parameter's `number` matrices has for itself.
+
+    >>> entry_name("transform", 0, 1), entry_name("transform", 2, 8)
+    ('transform', 'transform.2')
+    """
+    return entry if number == 1 else f"{entry}.{index}"
 
 
 @dataclass(frozen=True)
 class Event:
     """One decision about one matrix.
 
-    `residual` is the probe's number (NaN where none was made), `refresh_residual` that of the fresh
-    direction when the transform was made (NaN where not known), `age` the steps since then.
+    `residual` is that of the cached direction (NaN if none was measured), `refresh_residual` that of the fresh
+    direction when the transform was made (NaN if unknown), `age` the steps since then.
 
-    >>> Event("residual", residual=7.5, refresh_residual=0.3, age=0).hit
+    >>> Event("rejected", residual=7.5, refresh_residual=0.3, age=0).hit
     False
     """
 
@@ -36,20 +71,9 @@ class Event:
     refresh_residual: float = math.nan
     age: int = 0
 
-    @classmethod
-    def of(cls, counters: Sequence[int], residual: float, refresh_residual: float) -> Event:
-        """The last event of a matrix, from its counters and residuals.
-
-        >>> Event.of(count(new_counters(), "cold"), float("nan"), 0.3)
-        Event(outcome='cold', residual=nan, refresh_residual=0.3, age=0)
-        """
-        outcome = OUTCOMES[counters[LAST]]
-        probed = outcome in ("hit", "residual")
-        return cls(outcome, residual if probed else math.nan, refresh_residual, max(counters[AGE], 0))
-
     @property
     def hit(self) -> bool:
-        """Whether the cached transform was used."""
+        """Whether the cached transform was used as it is."""
         return self.outcome == "hit"
 
     @property
@@ -58,82 +82,28 @@ class Event:
         return None if self.hit else self.outcome
 
 
-COLUMNS = (*OUTCOMES, "age", "last", "early", "balance", "wait", "interval")
-"""The columns of a matrix's counters: how often each outcome, the age, the last outcome's index, by how many
-steps this transform's life is shorter than `max_age`, and the guard's three (`guard.Guard`)."""
+def last_event(counters: Sequence[int], residuals: Sequence[float], step: int) -> Event:
+    """The last event of a matrix, from its counters and residuals.
 
-AGE, LAST, EARLY, WAIT = (COLUMNS.index(name) for name in ("age", "last", "early", "wait"))
-GUARD = slice(COLUMNS.index("balance"), len(COLUMNS))
-RESIDUALS = ("probed", "refreshed")
-"""The columns of a matrix's residuals: of the last probe (for a lagged gate the last one known of its
-transform), and of the last refresh."""
-
-PROBED, REFRESHED = range(len(RESIDUALS))
-NO_AGE = -1
-"""The age of a transform that doesn't exist."""
-
-
-def transform_name(index: int, number: int) -> str:
-    """What the state of a parameter calls the transform of one of its `number` matrices.
-
-    Each has an entry of its own, since they may be kept on different ranks.
-
-    >>> transform_name(0, 1), transform_name(2, 8)
-    ('transform', 'transform.2')
+    >>> last_event([0, 1, 0, 0, 0, 0, 0, 0, 5, FIRST, 0, 0], [math.nan, 0.3], step=5)
+    Event(outcome='first', residual=nan, refresh_residual=0.3, age=0)
     """
-    return "transform" if number == 1 else f"transform.{index}"
+    code = counters[LAST]
+    probed = residuals[PROBED] if code in (HIT, REJECTED, BOUNDED) else math.nan
+    return Event(OUTCOMES[code], probed, residuals[REFRESHED], age_at(counters, step) or 0)
 
 
-def new_counters() -> list[int]:
-    """The counters of a matrix that has not been seen yet."""
-    return [0] * len(OUTCOMES) + [NO_AGE, -1, 0, 0, 0, 0]
+def age_at(counters: Sequence[int], step: int) -> int | None:
+    """How many steps ago the transform was made; None without one."""
+    return None if counters[MADE] == NEVER else step - counters[MADE]
 
 
-_INDEX = {outcome: index for index, outcome in enumerate(OUTCOMES)}
+def outcome_counts(counters: Sequence[int]) -> dict[str, int]:
+    """The counters as a mapping from outcome to how often it happened."""
+    return dict(zip(OUTCOMES, counters, strict=False))
 
 
-def count(counters: Sequence[int], outcome: str, early: int = 0) -> list[int]:
-    """The counters after one more outcome, the guard's apart.
-
-    A solve that refreshes the transform sets its age to 0; one without cache leaves none. The life of a first
-    transform is `early` steps shorter, so that not all matrices are due at one step.
-
-    >>> row = count(new_counters(), "cold")
-    >>> row[AGE], count(row, "hit")[AGE], count(row, "resting")[AGE] == NO_AGE
-    (0, 1, True)
-    """
-    row = list(counters)
-    index = _INDEX[outcome]
-    row[index] += 1
-    row[LAST] = index
-    if outcome in REFRESHES:
-        row[AGE] = 0
-        row[EARLY] = early if outcome == "cold" else 0
-    elif outcome == "resting":
-        row[AGE] = NO_AGE
-    elif row[AGE] != NO_AGE:
-        row[AGE] += 1
-    return row
-
-
-def skipped(now: Sequence[int], before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """The counters of which it turns out that a step, from `before` to `after`, met a gradient that was not
-    finite, and did not happen.
-
-    >>> before = count(new_counters(), "fresh")
-    >>> after = count(before, "fresh")
-    >>> outcome_counts(skipped(count(after, "fresh"), before, after))
-    {'hit': 0, 'cold': 0, 'residual': 0, 'stale': 0, 'non-finite': 1, 'fresh': 2, 'resting': 0}
-    """
-    right = count(before, "non-finite")
-    if list(now) == list(after):
-        return right
-    number = len(OUTCOMES)  # later steps have gone on from there: only how often each outcome was is mended
-    counts = [n - a + r for n, a, r in zip(now[:number], after, right, strict=False)]
-    return [*counts, *now[number:]]
-
-
-def summary(counters: Sequence[int], residual: float, refresh_residual: float) -> dict[str, Any]:
+def summary(counters: Sequence[int], residuals: Sequence[float], step: int) -> dict[str, Any]:
     """One matrix's entry of `cache_stats()["matrices"]`."""
     outcomes = outcome_counts(counters)
     misses = {reason: number for reason, number in outcomes.items() if reason != "hit"}
@@ -141,13 +111,8 @@ def summary(counters: Sequence[int], residual: float, refresh_residual: float) -
         "calls": sum(outcomes.values()),
         "hits": outcomes["hit"],
         "misses": misses,
-        "residual": residual,
-        "refresh_residual": refresh_residual,
-        "age": None if counters[AGE] == NO_AGE else counters[AGE],
+        "residual": residuals[PROBED],
+        "refresh_residual": residuals[REFRESHED],
+        "age": age_at(counters, step),
         "last": None if counters[LAST] < 0 else OUTCOMES[counters[LAST]],
     }
-
-
-def outcome_counts(counters: Sequence[int]) -> dict[str, int]:
-    """The counters as a mapping from outcome to how often it happened."""
-    return dict(zip(OUTCOMES, counters, strict=False))

@@ -38,12 +38,12 @@ def _stacked(shape: Sequence[int], view: str) -> bool:
     return view == "batch" or (view == "auto" and len(shape) == 3)
 
 
-class Piece(NamedTuple):
-    """One matrix of a tensor: at `slot` in its stack, if that is one, and there from `begin` to `end` along
+class MatrixView(NamedTuple):
+    """One matrix of a tensor: at `stack_index` in its stack, if that is one, and there from `begin` to `end` along
     `dim`, if that is split. `shape` is its own, a convolution's with all dimensions.
     """
 
-    slot: tuple[int, ...]
+    stack_index: tuple[int, ...]
     dim: int
     begin: int
     end: int
@@ -61,15 +61,15 @@ class Piece(NamedTuple):
         return (rows, cols) if rows <= cols else (cols, rows)
 
 
-class Reading(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The matrices of a tensor: each slice of its first `lead` dimensions, cut into `sizes` along `dim`."""
 
-    pieces: tuple[Piece, ...]
+    views: tuple[MatrixView, ...]
     lead: int
     dim: int
     sizes: tuple[int, ...]
 
-    def cut(self, tensor: Tensor) -> list[Tensor]:
+    def split(self, tensor: Tensor) -> list[Tensor]:
         """Views of a tensor of that shape, one for each matrix."""
         found = [tensor]
         for _ in range(self.lead):  # not one view: a 4-D stack may be in channels_last
@@ -80,16 +80,16 @@ class Reading(NamedTuple):
 
 
 @cache
-def reading(
+def matrix_layout(
     shape: tuple[int, ...], view: str = "auto", split: Split = 1, transposed: bool = False
-) -> Reading:
+) -> MatrixLayout:
     """How a tensor of that shape is read with these settings of its group.
 
     `split` divides the outputs: the rows, or, where a matrix lies `transposed` as (in, out), the columns.
 
-    >>> [piece.sides for piece in reading((96, 32), split=3).pieces]
+    >>> [piece.sides for piece in matrix_layout((96, 32), split=3).views]
     [(32, 32), (32, 32), (32, 32)]
-    >>> [piece.sides for piece in reading((2, 32, 96), split=(64, 32), transposed=True).pieces]
+    >>> [piece.sides for piece in matrix_layout((2, 32, 96), split=(64, 32), transposed=True).views]
     [(32, 64), (32, 32), (32, 64), (32, 32)]
     """
     matrix_shape(shape, view)  # refuses what cannot be read
@@ -97,13 +97,13 @@ def reading(
     rest, dim = shape[lead:], int(transposed)
     sizes = parts(rest[dim], split)
     found = []
-    for slot in product(*map(range, shape[:lead])):
+    for stack_index in product(*map(range, shape[:lead])):
         begin = 0
         for size in sizes:
             own = (*rest[:dim], size, *rest[dim + 1 :])
-            found.append(Piece(slot, dim, begin, begin + size, own))
+            found.append(MatrixView(stack_index, dim, begin, begin + size, own))
             begin += size
-    return Reading(tuple(found), lead, dim, sizes)
+    return MatrixLayout(tuple(found), lead, dim, sizes)
 
 
 def parts(length: int, split: Split) -> tuple[int, ...]:
@@ -121,6 +121,6 @@ def parts(length: int, split: Split) -> tuple[int, ...]:
     return tuple(split)
 
 
-def reading_of(group: dict[str, Any], param: Tensor) -> Reading:
+def layout_of(group: dict[str, Any], param: Tensor) -> MatrixLayout:
     """How a parameter of a Muon group is read."""
-    return reading(tuple(param.shape), group["view"], group["split"], group["transposed"])
+    return matrix_layout(tuple(param.shape), group["view"], group["split"], group["transposed"])

@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .heads import WRAPPERS, output_heads
-from .layout import Split, matrix_shape, reading
+from .layout import Split, matrix_shape, matrix_layout
 
 Choice = Literal["adam", "muon"]
 Kind = Literal["matrix", "embedding", "head", "vector"]
@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 class Route:
     """Where one parameter goes: Muon (`use_muon=True`), Adam (`False`) or, frozen, nowhere (`None`).
 
-    `view`, `split` and `transposed` are how Muon reads the tensor as matrices (`views.reading`); `view` is
+    `view`, `split` and `transposed` are how Muon reads the tensor as matrices (`layout.matrix_layout`); `view` is
     None outside Muon. `kind` chooses among Adam's settings.
 
     >>> Route("fc.bias", (10,), False, "bias", kind="vector").use_muon
@@ -252,7 +252,7 @@ def _route(
         parts = split[1] if isinstance(split[1], int) else tuple(split[1])
     transposed = layout[1] if layout else transposed
     try:
-        pieces = reading(shape, view, parts, transposed).pieces
+        pieces = matrix_layout(shape, view, parts, transposed).views
     except ValueError as error:
         raise ValueError(f"{name} of shape {shape}: {error}") from None
     if split is not None:

@@ -1,16 +1,16 @@
 """What orthogonalization costs, in floating-point operations, by two models.
 
-`Paper` is the paper's line-by-line count (its Algorithm A.6): normalization and scalings included, the
-products with the identity that open every segment charged. `Executed` is what this library multiplies:
+`PaperCost` is the paper's line-by-line count (its Algorithm A.6): normalization and scalings included, the
+products with the identity that open every segment charged. `ExecutedCost` is what this library multiplies:
 matrix products only, 2abc for `(a x b) @ (b x c)`, as `torch.utils.flop_counter.FlopCounterMode` counts
-them; no product with the identity, nothing that is linear in the entries. Neither counts what is outside
+them; no product with the identity, nothing that is linear in the entries. Neither counts anything outside
 the solve. Both take a matrix of any orientation and price its wide one, `n <= m`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,23 +18,22 @@ import torch
 
 from ..newton_schulz.products import gram_flops, panels, standard_flops, symmetric_flops
 from ..newton_schulz.schedules import ROOT
-from ..newton_schulz.solvers import GramNS, StandardNS
-
-Shape = tuple[int, int]
 
 OUTCOMES = {
     "hit": "hit",  # the transform is reused
-    "cold": "cold",  # the first solve
-    "residual": "miss",  # the gate refused the transform
-    "stale": "cold",  # its age did: not probed
+    "first": "refresh",  # there was no transform
+    "expired": "refresh",  # the transform was due, and was not probed
+    "rejected": "miss",  # the gate measured a residual above gamma
+    "bounded": "hit",  # the transform was applied, and the step shortened
+    "uncached": "baseline",  # the cheapest solve, without a cache
     "fresh": "gram",  # a solve that keeps no transform
-    "resting": "baseline",  # the cheapest solve, the cache set aside
     "non-finite": None,  # skipped: no product at all
 }
 """Every outcome of one call, and the attribute of `Cost` that prices it."""
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def at_least(name: str, value: object, least: int) -> None:
+    """Refuse a value that is no integer of at least `least`."""
     if not (isinstance(value, int) and value >= least):
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
@@ -43,7 +42,7 @@ def _at_least(name: str, value: object, least: int) -> None:
 class Cost(ABC):
     """The words that both models share. K is `steps`, s is `restarts`.
 
-    >>> Paper(3072, 768) == Paper(768, 3072)
+    >>> PaperCost(3072, 768) == PaperCost(768, 3072)
     True
     """
 
@@ -54,7 +53,7 @@ class Cost(ABC):
 
     def __post_init__(self) -> None:
         for name in ("n", "m", "steps"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         if not (isinstance(self.restarts, int) and 0 <= self.restarts < self.steps):
             raise ValueError(f"restarts must be an integer from 0 to steps - 1, got {self.restarts!r}")
         n, m = sorted((self.n, self.m))
@@ -92,14 +91,14 @@ class Cost(ABC):
         return self.gram + self.cache
 
     @property
-    def cold(self) -> int:
-        """A refresh without a probe, as the first one is: `transform`."""
+    def refresh(self) -> int:
+        """A solve for a new transform without a probe, as the first one is: `transform`."""
         return self.transform
 
     @property
     def miss(self) -> int:
-        """A refresh after a probe: `probing + cold`."""
-        return self.probing + self.cold
+        """A refresh after a probe: `probing + refresh`."""
+        return self.probing + self.refresh
 
     @property
     def baseline(self) -> int:
@@ -129,12 +128,12 @@ class Cost(ABC):
 
 
 @dataclass(frozen=True)
-class Paper(Cost):
+class PaperCost(Cost):
     """The paper's cost of one matrix; each docstring carries the paper's symbol.
 
     F_hit is `hit`, F_miss = F_norm + F_rem + Delta_probe + Delta_cache is `miss`.
 
-    >>> cost = Paper(768, 3072)
+    >>> cost = PaperCost(768, 3072)
     >>> cost.hit, cost.gram, cost.miss
     (7253066498, 29004595201, 37155963650)
     """
@@ -182,14 +181,14 @@ class Paper(Cost):
 
 
 @dataclass(frozen=True)
-class Executed(Cost):
+class ExecutedCost(Cost):
     """What this library multiplies for one matrix. `vectors` is the sketch's width k; 0 if exact: no recheck.
 
     `rank` is the number r of directions that a clipped hit may repair; `pieces` is the number of panels that
     symmetric products are computed in (`products.panels`); `cubic` is the number of steps with c = 0, which
     need no square (`Schedule.cubic`; the paper's model knows none).
 
-    >>> cost = Executed(768, 3072)
+    >>> cost = ExecutedCost(768, 3072)
     >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
     True
     """
@@ -204,11 +203,11 @@ class Executed(Cost):
         super().__post_init__()
         if not (isinstance(self.cubic, int) and 0 <= self.cubic <= self.steps):
             raise ValueError(f"cubic must be an integer from 0 to steps, got {self.cubic!r}")
-        _at_least("rank", self.rank, 0)
-        _at_least("pieces", self.pieces, 1)
+        at_least("rank", self.rank, 0)
+        at_least("pieces", self.pieces, 1)
         if self.probe not in ("sketch", "exact"):
             raise ValueError(f"probe must be 'sketch' or 'exact', got {self.probe!r}")
-        _at_least("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
+        at_least("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
 
     @property
     def gram(self) -> int:
@@ -267,133 +266,23 @@ class Executed(Cost):
         return self.probing + self.apply
 
     @property
-    def cold(self) -> int:
+    def refresh(self) -> int:
         """`transform + recheck`."""
         return self.transform + self.recheck
 
     @property
     def received(self) -> int:
-        """Q X with a transform that another rank has made: 2n^2 m."""
-        return 2 * self.n**2 * self.m
+        """Q X with a transform that another rank has made, and its residual: `2n^2 m + recheck`."""
+        return 2 * self.n**2 * self.m + self.recheck
 
     def price_of_copy(self, outcomes: Mapping[str, int]) -> int:
         """The cost of so many of each outcome on a rank that has a copy of the matrix, and does not own it.
 
-        >>> cost = Executed(64, 64)
-        >>> cost.price_of_copy({"hit": 1, "cold": 1, "resting": 1}) == cost.hit + cost.received
+        >>> cost = ExecutedCost(64, 64)
+        >>> cost.price_of_copy({"hit": 1, "first": 1}) == cost.hit + cost.received
         True
         """
-        refreshes = sum(outcomes.get(name, 0) for name in ("cold", "stale", "residual"))
-        probes = sum(outcomes.get(name, 0) for name in ("hit", "residual"))
-        return probes * self.probing + outcomes.get("hit", 0) * self.apply + refreshes * self.received
-
-
-def executed_by(
-    solver: GramNS,
-    n: int,
-    m: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    probe: Literal["sketch", "exact"] = "sketch",
-    vectors: int = 8,
-    rank: int = 0,
-) -> Executed:
-    """The `Executed` cost of a matrix under a solver, with the restarts it takes for shape and dtype.
-
-    >>> executed_by(GramNS(), 768, 768).restarts, executed_by(GramNS(), 768, 3072).restarts
-    (1, 0)
-    """
-    n, m = sorted((n, m))
-    restarts, pieces = len(solver.restarts_at(n, m, dtype)), panels(n, dtype)
-    steps, cubic = solver.schedule.steps, solver.schedule.cubic
-    return Executed(
-        n, m, steps, restarts, probe=probe, vectors=vectors, rank=rank, pieces=pieces, cubic=cubic
-    )
-
-
-def paper_cost(solver: StandardNS | GramNS, n: int, m: int) -> Paper:
-    """The paper's cost of a matrix under a solver: S = {2}, whatever restarts its precision needs.
-
-    >>> paper_cost(GramNS(), 768, 3072) == Paper(768, 3072)
-    True
-    """
-    steps = solver.schedule.steps
-    return Paper(n, m, steps, min(1, steps - 1))
-
-
-def price(cost: Cost, counters: Mapping[str, int]) -> int:
-    """The cost of that many calls of each outcome.
-
-    >>> cost = Paper(64, 576)
-    >>> price(cost, {"cold": 1, "hit": 10, "residual": 2}) == cost.cold + 10 * cost.hit + 2 * cost.miss
-    True
-    """
-    for outcome, count in counters.items():
-        _at_least(f"counters[{outcome!r}]", count, 0)
-    return sum(count * cost.price_of(outcome) for outcome, count in counters.items())
-
-
-def total(
-    shapes: Iterable[Shape],
-    steps: int,
-    *,
-    solver: Literal["gram", "standard", "cache"] = "gram",
-    hits: float | Sequence[Mapping[str, int]] | None = None,
-    replicas: int = 1,
-    model: Callable[[int, int], Cost] = Paper,
-) -> float:
-    """The cost of a run: `steps` calls for every matrix, on `replicas` devices that each do all of it.
-
-    `hits` goes with "cache": counters, one mapping per matrix that adds up to `steps`; or one hit rate for
-    all after their cold call, wrong if they hit unequally. `model` may be a `functools.partial`.
-
-    >>> round(total(GPT2_SMALL, 30_520) / 1e15, 2)
-    37.18
-    >>> round(total(GPT2_LARGE, 3_814, replicas=8, solver="cache", hits=0.33) / 1e15, 2)
-    468.77
-    """
-    _at_least("steps", steps, 1)
-    _at_least("replicas", replicas, 1)
-    costs = [model(*shape) for shape in shapes]
-    if solver not in ("gram", "standard", "cache"):
-        raise ValueError(f"solver must be 'gram', 'standard' or 'cache', got {solver!r}")
-    if (solver == "cache") == (hits is None):
-        raise ValueError(
-            f"hits goes with solver='cache', and only with it, got solver={solver!r}, hits={hits!r}"
-        )
-    if hits is None:
-        return replicas * steps * sum(cost.gram if solver == "gram" else cost.standard for cost in costs)
-    if isinstance(hits, int | float):
-        return replicas * sum(cost.cold + (steps - 1) * cost.average(hits) for cost in costs)
-    calls = [sum(counters.values()) for counters in hits]
-    if calls != [steps] * len(costs):
-        raise ValueError(f"hits must be {len(costs)} mappings of {steps} calls each, got calls {calls}")
-    return replicas * sum(price(cost, counters) for cost, counters in zip(costs, hits, strict=True))
-
-
-def gpt2_shapes(layers: int, width: int) -> list[Shape]:
-    """GPT-2's matrices without embeddings: per block fused QKV as one, attention out, MLP in, MLP out.
-
-    >>> gpt2_shapes(1, 768)
-    [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
-    """
-    _at_least("layers", layers, 1)
-    _at_least("width", width, 1)
-    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
-
-
-GPT2_SMALL = tuple(gpt2_shapes(12, 768))
-"""The 48 matrices of GPT-2 Small."""
-
-GPT2_LARGE = tuple(gpt2_shapes(36, 1280))
-"""The 144 matrices of GPT-2 Large."""
-
-RESNET18 = tuple(
-    [(64, 27)]
-    + [(64, 576)] * 4
-    + [(128, 576), (128, 1152), (128, 64), (128, 1152), (128, 1152)]
-    + [(256, 1152), (256, 2304), (256, 128), (256, 2304), (256, 2304)]
-    + [(512, 2304), (512, 4608), (512, 256), (512, 4608), (512, 4608)]
-    + [(10, 512)]
-)
-"""ResNet-18 for 32 x 32 images: 20 convolutions and the last layer, as (out, in * height * width)."""
+        hits = sum(outcomes.get(name, 0) for name in ("hit", "bounded"))
+        refreshes = sum(outcomes.get(name, 0) for name in ("first", "expired"))
+        solves = outcomes.get("uncached", 0)
+        return hits * self.hit + refreshes * self.received + solves * 2 * self.n**2 * self.m

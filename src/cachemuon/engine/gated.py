@@ -1,0 +1,44 @@
+"""The paper's gate as an orthogonalizer: measure, read, accept or refresh, matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..cache.gns import CacheGNS
+from ..newton_schulz.solvers import Solver
+from ..newton_schulz.workspace import Workspace
+from ..report.counters import HIT
+from .orthogonalize import Direction, Update, keep, rows_of, solved
+
+
+@dataclass(frozen=True)
+class Gated:
+    """CacheMuon, Algorithm A.5: for every matrix that has a transform, Algorithm A.4 decides (`CacheGNS.gate`).
+
+    It reads the residuals of a bucket on the host before any of its directions is applied.
+    """
+
+    cache: CacheGNS
+    gamma: float
+    cheapest: Solver
+    entry: str | None = "transform"
+
+    def kept_shape(self, n: int, m: int) -> tuple[int, int]:
+        """The transform's."""
+        return (n, n)
+
+    def __call__(self, update: Update, step: int, workspace: Workspace) -> Iterator[Direction]:
+        """Accepted directions, refused ones solved, and those that had no transform."""
+        if (probed := update.of(HIT)) is not None:
+            rows, some = probed
+            assert some.block is not None
+            residual, parts = self.cache.gate(
+                some.U, some.scale, some.gain, some.peak, some.kept, self.gamma, some.block, workspace
+            )
+            for part in parts:
+                if part.transform is not None:
+                    keep([some.kept[row] for row in part.rows], part.transform, rows_of(some.peak, part.rows))
+                own = [rows[row] for row in part.rows]
+                yield Direction(own, part.direction, rows_of(residual, part.rows), part.residual)
+        yield from solved(self.cache, self.cheapest, update, workspace)
