@@ -6,15 +6,16 @@ The text is `train.bin` and `val.bin` with bytes as uint16 (`cachemuon prepare t
 `--vocabulary DIR`, GPT-2's `encoder.json` and `vocab.bpe`, it is in GPT-2's tokens, and made bytes in the
 folder of the study. The images are CIFAR-10's binary files.
 
-Every method is tuned with seed 0: GramMuon and CacheMuon over learning rate x momentum x Nesterov; the others
-begin at GramMuon's best rate and momentum, with Nesterov and without, AdamW at three rates of its own. From
-the best of that on, the neighbouring rates of a finer ladder are tried until none is better; for CacheMuon
-and the fresh rivals, GramMuon, torch.optim.Muon's quintic and PolarExpMuon, the neighbouring momenta too, and
-CacheMuon's `clip`. On images, where the guard lets most matrices rest, there is also a CacheMuon without it,
-for the FLOPs that all matrices of 64 rows can save. Then each is trained with other seeds, and compared with
-the fresh rival that is best with those. A run has one thread. Called again, the study goes on: finished runs
-are read, also from the ledger of another machine. At its end it writes `beyond.json` and `beyond.png`, and
-with `--page` the tables of that page.
+Every method is tuned with seed 0: GramMuon and CacheMuon over learning rate x momentum x Nesterov; the
+others begin at GramMuon's best learning rate and momentum, with Nesterov and without, AdamW at three rates
+of its own. From the best of these on, the neighboring rates of a finer ladder are tried until none is
+better; for CacheMuon and the fresh rivals, GramMuon, torch.optim.Muon's quintic and PolarExpMuon, the
+neighboring momenta too, and CacheMuon's `clip`. On images most matrices are too small to be cached by
+default, so there is also a CacheMuon that caches all matrices of 64 rows and more: it shows the FLOPs that
+these can save. Then each method is trained with other seeds, and compared with the fresh rival that is best
+with those. A run has one thread. Called again, the study goes on: finished runs are read, also from the
+ledger of another machine. At its end it writes `beyond.json` and `beyond.png`, and with `--page` the tables
+of that page.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from cachemuon_lab.recipes import recipe
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
 FRESH = ("gram", "jordan", "polar")
 RIVALS = (*FRESH, "cache")
-UNGUARDED = "cache64"
-CHANGED: dict[str, Any] = {"guard": False, "min_rows": 64, "clip": 1 / 8, "vectors": 4}  # in it
-METHODS = (*RIVALS, UNGUARDED, "stale", "paper", "adamw")
+CACHE_64 = "cache64"  # a CacheMuon that caches all matrices with so many rows
+CHANGED: dict[str, Any] = {"cache_all": True, "min_rows": 64, "clip": 1 / 8, "vectors": 4}  # in it
+METHODS = (*RIVALS, CACHE_64, "stale", "paper", "adamw")
 TUNING, FEW, MANY = 0, (1, 2, 3), (1, 2, 3, 4, 5)  # seeds: for the search; for the baselines; for the rest
 
 RATES = (0.02, 0.04, 0.08)
@@ -100,7 +101,7 @@ def grid(
 ) -> list[OptimizerConfig]:
     """Where the search for a method's settings begins."""
     base = OptimizerConfig("cache", adam_lr=2e-3, head="muon" if task == "images" else "adam")
-    if method == UNGUARDED:
+    if method == CACHE_64:
         base = replace(base, **CHANGED)
     else:
         base = replace(base, kind=method, gamma=5.0 if method == "paper" else base.gamma)
@@ -118,7 +119,7 @@ def neighbours(one: OptimizerConfig) -> list[OptimizerConfig]:
     found = [replace(one, **{name: rate}) for rate in around(getattr(one, name), ladder)]
     if one.kind in RIVALS:
         found += [replace(one, momentum=momentum) for momentum in around(one.momentum, MOMENTUM_LADDER)]
-    if one.kind == "cache" and one.guard:
+    if one.kind == "cache" and not one.cache_all:
         found += [replace(one, clip=clip) for clip in CLIPS]
     return [other for other in found if other != one]
 
@@ -135,8 +136,8 @@ class Study:
     def __init__(self, trainings: Trainings, data: dict[str, Path], methods: Sequence[str] = METHODS) -> None:
         self.trainings, self.data = trainings, data
         wanted = [method for method in METHODS if method in {*RIVALS, *methods}]
-        guarded = [method for method in wanted if method != UNGUARDED]
-        self.methods = {task: wanted if task == "images" else guarded for task in data}
+        on_text = [method for method in wanted if method != CACHE_64]
+        self.methods = {task: wanted if task == "images" else on_text for task in data}
         self.runs: dict[Job, Finished] = {}
 
     def config(self, job: Job) -> RunConfig:
@@ -179,7 +180,7 @@ class Study:
         }
         best |= self.tune(others)
         searched |= others
-        seeds = {key: MANY if key[1] in (*RIVALS, UNGUARDED) else FEW for key in best}
+        seeds = {key: MANY if key[1] in (*RIVALS, CACHE_64) else FEW for key in best}
         self.run(Job(task, one, seed) for (task, method), one in best.items() for seed in seeds[task, method])
         results = {}
         for task, methods in self.methods.items():
@@ -297,7 +298,7 @@ def _search(rows: list[dict[str, Any]]) -> Cells:
 def _settings(row: dict[str, Any]) -> str:
     """What a Muon was tuned by beside the learning rate."""
     clip = [] if row.get("clip") is None else [f"clip {row['clip']:.3g}"]
-    cached = [] if row.get("guard", True) else [f"from {row['min_rows']} rows on"]
+    cached = [f"from {row['min_rows']} rows on"] if row.get("cache_all") else []
     return ", ".join([f"{row['momentum']:g}", *["Nesterov"] * row["nesterov"], *clip, *cached])
 
 
@@ -317,17 +318,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
             rows = [row for row in found["methods"] if row["kind"] != "adamw"]
             gram = next(row for row in rows if row["kind"] == "gram")
             for row in rows:
-                guarded = row.get("guard", True)
+                all_cached = row.get("cache_all", False)
                 ax.errorbar(
                     row["flops"] / gram["flops"],
                     mean(row["losses"]),
                     yerr=2 * standard_error(row["losses"]),
                     color=drawing.colour(OptimizerConfig(row["kind"])),
                     marker=drawing.MARKERS[row["kind"]],
-                    mfc=None if guarded else "none",
+                    mfc="none" if all_cached else None,
                     capsize=2,
                     ls="",
-                    label=LABELS[row["kind"]] + ("" if guarded else " without guard"),
+                    label=LABELS[row["kind"]] + (f", from {row['min_rows']} rows on" if all_cached else ""),
                 )
             ax.set(xlabel="executed FLOPs, relative to GramMuon", xlim=(0, None), ylabel=f"{task}: loss")
             ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -1,6 +1,6 @@
-"""How many bytes optimizers keep for a model, counted from shapes. docs/memory.md.
+"""How many bytes optimizers keep for a model, counted from shapes. docs/results.md has the table.
 
-    python benchmarks/memory.py [--page docs/memory.md]
+    python benchmarks/memory.py [--page docs/results.md]
 
 Models are on the "meta" device: nothing is allocated. tests/lab/test_memory.py compares the count with what
 optimizers have kept after a step.
@@ -17,14 +17,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheMuon, Muon, param_groups
-from cachemuon.engine.plan import Plan
+from cachemuon.engine.plan import Plan, kept_dtype
 from cachemuon.newton_schulz.workspace import solve_bytes
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.report.counters import COLUMNS, RESIDUALS
 from cachemuon.routing.layout import layout_of
 from cachemuon_lab.models.gpt2 import GPT2, GPT2_LARGE, GPT2_SMALL
 from cachemuon_lab.models.resnet import RESNET18, ResNet18
-from cachemuon_lab.performance import Cells, renewed, to_markdown
+from cachemuon_lab.performance import Cells, renew, to_markdown
 
 
 class Decoder(nn.Module):
@@ -76,29 +76,35 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """What an optimizer keeps after its first step. Where its cache rests for good, that has no transform."""
-    plan = Plan(optimizer.param_groups) if isinstance(optimizer, CacheMuon) else None
-    total = 0
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not group.get("use_muon", False):
-                total += 2 * param.nbytes + 4  # two moments, and the number of the step
-                continue
-            matrices = len(layout_of(group, param).views)
-            total += param.nbytes + matrices * 8 * (len(COLUMNS) + len(RESIDUALS))
-            policies = [] if plan is None else plan.of(param)[0]
-            total += sum(policy.kept for policy in policies if not policy.always_rests)
+    """What an optimizer keeps after its first step."""
+    adam = [
+        param
+        for group in optimizer.param_groups
+        if not group.get("use_muon", False)
+        for param in group["params"]
+    ]
+    total = sum(2 * param.nbytes + 4 for param in adam)  # two moments, and the number of the step
+    if not isinstance(optimizer, MatrixOptimizer):
+        return total
+    plan = Plan(optimizer.param_groups, {}, optimizer)
+    total += sum(param.nbytes for param in {x.param: None for x in plan.matrices})  # momentum
+    for x in plan.matrices:
+        total += 8 * (len(COLUMNS) + len(RESIDUALS))
+        orthogonalizer = plan.choices[x.number].orthogonalizer
+        if orthogonalizer.entry is not None:
+            rows, cols = orthogonalizer.kept_shape(*x.layout.views[x.index].wide)
+            total += rows * cols * kept_dtype(x).itemsize
     return total
 
 
 def largest_solve(optimizer: MatrixOptimizer) -> int:
     """What the largest of its matrices needs beside the state while it is solved for."""
     return max(
-        solve_bytes(*piece.wide)
+        solve_bytes(*view.wide)
         for group in optimizer.param_groups
         if group["use_muon"]
         for param in group["params"]
-        for piece in layout_of(group, param).views
+        for view in layout_of(group, param).views
     )
 
 
@@ -109,7 +115,9 @@ def optimizers(model: nn.Module) -> dict[str, Optimizer]:
         "AdamW": torch.optim.AdamW(model.parameters()),
         "Muon": Muon(param_groups(model)),
         **{
-            f"CacheMuon, cache_dtype {name}": CacheMuon(param_groups(model), guard=False, cache_dtype=dtype)
+            f"CacheMuon, cache_dtype {name}": CacheMuon(
+                param_groups(model), cache_all=True, cache_dtype=dtype
+            )
             for name, dtype in cached.items()
         },
     }
@@ -142,12 +150,13 @@ def states() -> Cells:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's table")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", action="append", default=[], help="renew this page's table"
+    )
     args = parser.parse_args()
     cells = states()
     print(to_markdown(cells))
-    if args.page is not None:
-        args.page.write_text(renewed(args.page.read_text(), {"states": ("State, MiB", cells)}))
+    renew(args.page, {"states": ("State, MiB", cells)})
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from momentum import GPT, corpus
 from torch.nn import functional as F
 
 from cachemuon import CacheMuon, param_groups
+from cachemuon_lab.diagnostics import PROBED
 
 WIDTH, DEPTH, CONTEXT, BATCH, STEPS = 192, 2, 64, 16, 120
 
-
 SETTINGS: dict[str, dict[str, Any]] = {
-    "clip=0, gamma=5": {"clip": 0.0, "max_age": None, "gamma": 5.0},
+    "clip=0, gamma=5": {"clip": 0.0, "max_age": None, "gamma": 5.0, "gate": "residual"},
     "defaults": {},
 }
 
@@ -33,7 +33,7 @@ def train(nesterov: bool, settings: dict[str, Any]) -> tuple[float, list[float],
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        residuals += [e.residual for e in optimizer.events().values() if e.outcome in ("hit", "residual")]
+        residuals += [e.residual for e in optimizer.events().values() if e.outcome in PROBED]
     return optimizer.cache_stats()["hit_rate"], residuals, statistics.mean(losses[-20:])
 
 

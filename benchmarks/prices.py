@@ -1,11 +1,12 @@
-"""What the guard must know of a device: how long calls, thin products and elements take beside a FLOP.
+"""`break_even.DeviceCosts` of this machine: the time of calls, thin products and elements beside a FLOP's.
 
     python benchmarks/prices.py
 
-Times whole steps in which every matrix hits, misses, or is solved fresh, for shapes from 32 x 288 to
-512 x 512 alone and in groups of 4, 16 and 64, and fits `guard.Machine` to them by least squares of relative
-errors. On a machine with CUDA it measures CUDA. The results stand in `guard.MACHINES`. Nothing else should
-run meanwhile.
+Times whole steps in which every matrix is a hit, a miss, or solved fresh, for shapes from 32 x 288 to 512 x
+512, alone and in groups of 4, 16 and 64, and fits the costs to the times by least squares of relative
+errors. A miss is that of `gate="residual"` with a gamma of 0, which measures every cached direction and
+refuses all of them. On a machine with CUDA it measures CUDA. `break_even.MEASURED` has the results. Nothing
+else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ NUMBERS = (1, 4, 16, 64)
 LARGEST = 2**22  # elements, of all matrices together
 CLIPS = (0.0, 1 / 16, 1 / 8)
 ROUNDS = 11
+NEVER = 2**31  # a max_age that no measurement comes to
 COLUMNS = ("FLOPs", "thin FLOPs", "elements", "matrix", "cached", "every step", "solve", "probe", "clip")
 
 
@@ -33,9 +35,9 @@ def timed(n: int, m: int, number: int, device: str) -> dict[str, float]:
     """Median seconds of a step for each of `number` matrices."""
     makers = {"fresh": Muon}
     for clip in CLIPS:
-        common = {"max_age": None, "guard": False, "clip": clip}
-        makers[f"hit {clip}"] = partial(CacheMuon, gamma=math.inf, **common)
-        makers[f"miss {clip}"] = partial(CacheMuon, gamma=0.0, **common)
+        common = {"cache_all": True, "clip": clip}
+        makers[f"hit {clip}"] = partial(CacheMuon, gamma=math.inf, max_age=NEVER, **common)
+        makers[f"miss {clip}"] = partial(CacheMuon, gamma=0.0, gate="residual", **common)
     gradients = [[torch.randn(n, m, device=device)] for _ in range(number)]
     drives = {name: Drive(make, gradients) for name, make in makers.items()}
     for drive in drives.values():

@@ -31,8 +31,9 @@ from momentum import record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cachemuon import CANS, CUBIC5, DEEPSEEK_V4, GRAM, QUINTIC, GramNS, StandardNS, polar_express, products
-from cachemuon.flops import Executed
+from cachemuon import CANS, CUBIC5, DEEPSEEK_V4, GRAM, QUINTIC, GramNS, StandardNS, polar_express
+from cachemuon.flops import ExecutedCost
+from cachemuon.newton_schulz import products
 from cachemuon.newton_schulz.normalize import widen
 from cachemuon.newton_schulz.workspace import Workspace
 
@@ -242,7 +243,7 @@ def size_table(cases: Sequence[Case]) -> None:
 
 def growth_table() -> None:
     def cost(restarts: Restarts, m: int) -> str:
-        price = Executed(2, m, GRAM.steps, len(restarts))  # every term is of the third degree
+        price = ExecutedCost(2, m, GRAM.steps, len(restarts))  # every term is of the third degree
         return f"{price.gram / 8:g} / {price.transform / 8:g}"
 
     rows = [

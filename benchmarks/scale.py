@@ -1,10 +1,10 @@
-"""A step of Muon and CacheMuon on many ranks, counted: FLOPs, bytes, balance, memory. docs/distributed.md.
+"""A step of Muon and CacheMuon on many ranks, counted: FLOPs, bytes, balance, memory. docs/notebook/scaling.md.
 
-    python benchmarks/scale.py [--page docs/distributed.md] [--picture docs/img/scale.png]
+    python benchmarks/scale.py [--page docs/notebook/scaling.md] [--picture docs/img/scale.png]
 
 Nothing is timed. What is counted for 1 to 4 ranks is what ranks do here (tests/distributed/test_scale.py);
-for 8 to 1,024 it is the same formulas. A transform lives for `max_age` hits, and is then made anew: gamma
-refuses none. Matrices are float32; updates and steps travel as such.
+for 8 to 1,024 it is the same formulas. Every transform is reused `max_age` times and then refreshed: no
+residual is above gamma. Matrices are float32, and so are the updates and directions that ranks send.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from cachemuon import CacheGNS, GramNS
-from cachemuon.distributed.layout import Work, owners
-from cachemuon.engine.plan import spread
-from cachemuon.flops import GPT2_LARGE, Executed, executed_by
+from cachemuon.distributed.layout import OwnerCost, assign_owners
+from cachemuon.engine.kinds import spread
+from cachemuon.flops import GPT2_LARGE, ExecutedCost, executed_by
 from cachemuon_lab import drawing
-from cachemuon_lab.performance import Cells, renewed
+from cachemuon_lab.performance import Cells, renew
 
 Shape = tuple[int, int]
 MAX_AGE, ITEM = 10, 4  # bytes of a number
@@ -38,16 +38,17 @@ MIXTURE_NUMBER = 60 * 384 * 3
 each (the sizes are near those of Kimi K2, 2025; attention is four square matrices here)."""
 
 
-def costs(shapes: Iterable[Shape]) -> list[Executed]:
+def costs(shapes: Iterable[Shape]) -> list[ExecutedCost]:
     """What each outcome of each matrix costs, with CacheMuon's defaults."""
     clip = CacheGNS(clip=None)
     return [executed_by(GramNS(), n, m, rank=clip.rank(n)) for n, m in shapes]
 
 
 class Step(NamedTuple):
-    """What a step takes on the mean over a life of transforms: `flops` of all ranks, of the `busiest` rank
-    (and in its `worst` step, as a multiple of the mean rank's), `sent` bytes of all ranks, and bytes of
-    `transforms` that one rank keeps.
+    """The mean cost of a step over one life of the transforms.
+
+    `flops` of all ranks, and of the `busiest` rank; `worst` is the largest share of one step that a rank has,
+    as a multiple of the mean rank's; `sent` bytes of all ranks; bytes of `transforms` that one rank keeps.
     """
 
     way: str
@@ -58,55 +59,64 @@ class Step(NamedTuple):
     transforms: float
 
 
+TRANSFORMS, CACHED_SHARDS = 3, 4
+"""The places of two ways among those of `steps`."""
+
+
 def steps(shapes: Sequence[Shape], ranks: int, max_age: int = MAX_AGE) -> list[Step]:
-    """Of five ways to take it, for matrices whose sides the ranks divide; n is the smaller side of each."""
-    shapes = [(min(shape), max(shape)) for shape in shapes]
-    found = costs(shapes)
-    numbers = sum(n * m for n, m in shapes)
-    squares = ITEM * sum(n * n for n, _ in shapes)
+    """Six ways to share the work, for matrices whose sides are divisible by the number of ranks."""
+    wide = [(min(shape), max(shape)) for shape in shapes]
+    found = costs(wide)
+    numbers = sum(n * m for n, m in wide)
+    squares = ITEM * sum(n * n for n, _ in wide)
     others, life = ranks - 1, max_age + 1
-    order = sorted(range(len(shapes)), key=lambda i: shapes.index(shapes[i]))  # those of one shape together
-    places = spread([found[i].cold for i in order], life)
-    due = [place for _, place in sorted(zip(order, places, strict=True))]
-    fresh = [Work(cost.gram, 0) for cost in found]
-    cached = [Work(cost.hit, cost.cold - cost.hit, at) for cost, at in zip(found, due, strict=True)]
+    order = sorted(range(len(shapes)), key=lambda i: shapes.index(shapes[i]))  # one kind after the other
+    slots = spread([found[i].refresh - found[i].hit for i in order], life)
+    due = [slot for _, slot in sorted(zip(order, slots, strict=True))]
+    fresh = [OwnerCost(cost.gram, 0) for cost in found]
+    cached = [
+        OwnerCost(cost.hit, cost.refresh - cost.hit, slot) for cost, slot in zip(found, due, strict=True)
+    ]
     gram = sum(cost.gram for cost in found)
     hits = sum(cost.hit for cost in found) * max_age / life
-    colds = sum(cost.cold for cost in found) / life
+    refreshes = sum(cost.refresh for cost in found) / life
     received = sum(cost.received for cost in found) / life
-    solves = [(0, cost.cold - cost.received) for cost in found]
+    solves = [(0, cost.refresh - cost.received) for cost in found]
     shards = 2 * ITEM * numbers * others / ranks
-    fresh_busy = busy(fresh, [work[:2] for work in fresh], ranks, life)
-    cached_busy = busy(cached, [work[:2] for work in cached], ranks, life)
+    directions = ITEM * numbers * others
+    fresh_busy = busy(fresh, [cost[:2] for cost in fresh], ranks, life)
+    cached_busy = busy(cached, [cost[:2] for cost in cached], ranks, life)
     busiest, worst = busy(cached, solves, ranks, life)
     base, mean = hits + received, mean_load(solves, ranks, life)
+    own = squares / ranks
     return [
         Step("every rank solves all", ranks * gram, gram, 1.0, 0, 0),
-        Step("Muon, copies: owners solve, directions travel", gram, *fresh_busy, ITEM * numbers * others, 0),
+        Step("Muon, copies: owners send directions", gram, *fresh_busy, directions, 0),
         Step("Muon, shards: to owners and back", gram, *fresh_busy, shards, 0),
         Step(
-            "CacheMuon, copies: transforms travel",
-            ranks * hits + colds + others * received,
+            "CacheMuon, copies: owners send transforms",
+            ranks * hits + refreshes + others * received,
             base + busiest,
             (base + worst * mean) / (base + mean),
             squares * others / life,
             squares,
         ),
-        Step("CacheMuon, shards: to owners and back", hits + colds, *cached_busy, shards, squares / ranks),
+        Step("CacheMuon, shards: to owners and back", hits + refreshes, *cached_busy, shards, own),
+        Step("CacheMuon, copies: owners send directions", hits + refreshes, *cached_busy, directions, own),
     ]
 
 
 def busy(
-    works: Sequence[Work], loads: Sequence[tuple[int, int]], ranks: int, life: int
+    owned: Sequence[OwnerCost], loads: Sequence[tuple[int, int]], ranks: int, life: int
 ) -> tuple[float, float]:
     """The FLOPs of the busiest rank in the mean step, and the largest share of a step that one has, as a
     multiple of the mean rank's; `loads` are the FLOPs of each matrix, at every step and for its solve.
     """
     steps = [[0.0] * ranks for _ in range(life)]
-    found = owners(works, [range(ranks)] * len(works), ranks)
-    for work, (always, solve), owner in zip(works, loads, found, strict=True):
+    found = assign_owners(owned, [range(ranks)] * len(owned), ranks)
+    for cost, (always, solve), owner in zip(owned, loads, found, strict=True):
         for number, step in enumerate(steps):
-            step[owner] += always + (solve if number == work.due else 0)
+            step[owner] += always + (solve if number == cost.refresh_slot else 0)
     totals = [sum(step[rank] for step in steps) / life for rank in range(ranks)]
     worst = max((max(step) * ranks / sum(step) for step in steps if sum(step)), default=1.0)
     return max(totals), worst
@@ -117,28 +127,28 @@ def mean_load(loads: Sequence[tuple[int, int]], ranks: int, life: int) -> float:
     return sum(always + solve / life for always, solve in loads) / ranks
 
 
-def small_bytes(params: int, matrices: int, *, copies: bool) -> int:
-    """What a rank gives to the collectives of a step that carry no matrices: which parameters have gradients,
-    whether a rank has anything new, which gradients are finite, and residuals.
+def small_bytes(matrices: int, *, cached: bool) -> int:
+    """What a rank gives at every step to the collectives that carry no matrices: a flag for each matrix, and
+    three readings where transforms are cached.
     """
-    return ITEM * (1 + params + matrices + (matrices if copies else 2 * matrices))
+    return ITEM * matrices * (1 + 3 * cached)
 
 
 def columns(n: int, m: int, ranks: int, max_age: int = MAX_AGE) -> tuple[float, float]:
     """If X were sharded along its long side: FLOPs of a rank, and numbers that it sends, in the mean step.
 
-    A hit `Q X_r` and all products with X are local; sums over ranks are those of a clipped hit's thin
-    products, `n r + r^2 + k^2` numbers, and of a solve's Gram matrix, n^2. Every rank does the n x n part.
+    A hit `Q X_r` and all products with X are local. Sums over ranks are needed for a clipped hit's thin
+    products, `n r + r^2 + k^2` numbers, and for a solve's Gram matrix, n^2. Every rank does the n x n part.
     A sum over ranks sends twice its numbers.
     """
     (cost,) = costs([(n, m)])
     r, k, life = cost.rank, cost.vectors, max_age + 1
     local = cost.apply + (2 * k + 4 * r) * n * m + 2 * r * r * m
     thin = max(cost.hit - local, 0)
-    iterations = cost.cold - 4 * n * n * m - cost.recheck
-    hit, cold = local / ranks + thin, (4 * n * n * m + cost.recheck) / ranks + iterations
+    iterations = cost.refresh - 4 * n * n * m - cost.recheck
+    hit, refresh = local / ranks + thin, (4 * n * n * m + cost.recheck) / ranks + iterations
     sent = 2 * (max_age * (n * r + r * r + k * k) + n * n) / life
-    return (max_age * hit + cold) / life, sent * (ranks - 1) / ranks
+    return (max_age * hit + refresh) / life, sent * (ranks - 1) / ranks
 
 
 def by_number(
@@ -156,7 +166,7 @@ def by_number(
                 share = experts[1] / number
                 flops += own[place].flops * experts[1] * (number if place == 0 else 1)
                 busiest += own[place].busiest * (experts[1] if place == 0 else share)
-                kept += own[place].transforms * (experts[1] if place == 3 else share)
+                kept += own[place].transforms * (experts[1] if place == TRANSFORMS else share)
             cells.append(
                 [
                     str(number),
@@ -179,7 +189,7 @@ def by_columns(ranks: Iterable[int]) -> Cells:
     ]
     for n, m in shapes:
         for number in ranks:
-            step = steps([(n, m)], number)[-1]
+            step = steps([(n, m)], number)[CACHED_SHARDS]
             flops, sent = columns(n, m, number)
             cells.append(
                 [
@@ -202,7 +212,7 @@ def draw(path: Path) -> None:
         figure = Figure(figsize=(7.2, 3.4), layout="constrained")
         flops, sent = figure.subplots(1, 2)
         for place, first in enumerate(made[0]):
-            line = {"color": f"C{place}", "marker": "osD^v"[place], "ms": 3, "label": first.way}
+            line = {"color": f"C{place}", "marker": "osD^vP"[place], "ms": 3, "label": first.way}
             flops.plot(ranks, [row[place].busiest / 1e12 for row in made], **line)
             if place:
                 sent.plot(
@@ -231,7 +241,9 @@ def tables() -> dict[str, tuple[str, Cells]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", action="append", default=[], help="renew this page's tables"
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE")
     args = parser.parse_args()
     made = tables()
@@ -240,8 +252,7 @@ def main() -> None:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:
             print("  ".join(map(str.ljust, row, widths)))
-    if args.page is not None:
-        args.page.write_text(renewed(args.page.read_text(), made))
+    renew(args.page, made)
     if args.picture is not None:
         draw(args.picture)
 

@@ -18,7 +18,7 @@ import torch
 from ledger import Finished, Ledger
 
 from cachemuon_lab.config import LABELS, RunConfig
-from cachemuon_lab.performance import Cells, renewed
+from cachemuon_lab.performance import Cells, renew
 from cachemuon_lab.train import Interrupted, train
 
 OFTEN = 60.0  # seconds between two lines of a run
@@ -163,14 +163,16 @@ def searched_table(searched: Mapping[str, Mapping[float, float]]) -> Cells:
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """Where the runs are, how many go at a time, for how long, and the page whose tables are renewed."""
+    """Where the runs are, how many go at a time, for how long, and the pages whose tables are renewed."""
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path(out))
     parser.add_argument("--workers", type=int, metavar="N", default=2, help="runs at a time")
     parser.add_argument(
         "--minutes", type=float, metavar="N", default=math.inf, help="stop after so long; call again to go on"
     )
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="finished runs, from any machine")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="renew this page's tables")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", action="append", default=[], help="renew this page's tables"
+    )
 
 
 def trainings_of(args: argparse.Namespace) -> Trainings:
@@ -178,9 +180,8 @@ def trainings_of(args: argparse.Namespace) -> Trainings:
     return Trainings(args.out, workers=args.workers, minutes=args.minutes, ledger=args.ledger)
 
 
-def tell(made: Mapping[str, tuple[str, Cells]], page: Path | None) -> None:
-    """Print tables, and write them into the page, if there is one."""
+def tell(made: Mapping[str, tuple[str, Cells]], pages: Iterable[Path]) -> None:
+    """Print tables, and write them into the pages that have a place for them."""
     for _, cells in made.values():
         print("\n".join("  ".join(f"{cell:>18}" for cell in row) for row in cells))
-    if page is not None:
-        page.write_text(renewed(page.read_text(), made))
+    renew(pages, made)

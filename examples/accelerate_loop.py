@@ -3,8 +3,9 @@
     python examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
-The model is prepared first: under DDP `param_groups` then finds the ranks, and they share the solves.
-(Plugins that shard want model and optimizer in one call of `prepare`; what is sharded is known by itself.)
+Prepare the model first: under DDP `param_groups` then finds the ranks, and they share the solves. Plugins
+that shard want model and optimizer in one call of `prepare`; CacheMuon recognizes sharded parameters by
+itself.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Run `python examples/compiled.py`; the first step takes some seconds.
 
-A step decides on the host, matrix by matrix, whether to multiply or to solve, and its time is in batched
-products: a compiler has nothing to gain there, and is kept out. A compiled function may call it all the same.
+The optimizer's step is not compiled: its time is in batched products, where a compiler has nothing to gain. A
+compiled function may call it all the same.
 """
 
 import time

@@ -33,7 +33,7 @@ def main(steps: int = 20) -> dict:
         nn.Flatten(),
         nn.Linear(CHANNELS, CLASSES),
     ).to(memory_format=torch.channels_last)
-    # The first convolution is 224 x 27: too thin for its cache to pay, so that it rests.
+    # The first convolution is 224 x 27: a fresh solve of so thin a matrix is cheap, and it is not cached.
     optimizer = CacheMuon(param_groups(model, adam=dict(lr=2e-3)), lr=0.02)
     losses = []
     for number in range(steps):

@@ -2,8 +2,8 @@
 
 Run `torchrun --nproc-per-node 2 examples/ddp.py`.
 
-Each matrix has an owner among the ranks, which solves for it and sends the transform to the others; all of
-them apply it.
+Each matrix has an owner rank, which solves for it and sends the transform to the others; all of them apply
+it. From 4 ranks on the owner sends the direction instead.
 """
 
 import torch
@@ -28,7 +28,7 @@ def main(steps: int = 15) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    stats = optimizer.cache_stats()  # waits for nobody: every rank knows all decisions
+    stats = optimizer.cache_stats()  # does not wait for other ranks: each knows all outcomes
     share, sent = stats["flops_here"] / stats["flops"], stats["bytes_sent"]["transforms"]
     weight = model.module.blocks[0].up.weight.detach()
     first = weight.clone()

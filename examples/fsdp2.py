@@ -2,8 +2,8 @@
 
 Run `torchrun --nproc-per-node 2 examples/fsdp2.py`.
 
-The owner of a matrix gathers its momentum, decides, and sends each rank its part of the direction. The
-checkpoint can be loaded by any number of ranks.
+The owner rank of a matrix gathers its update, orthogonalizes it, and sends each rank its part of the
+direction. The checkpoint can be loaded by any number of ranks.
 """
 
 import sys

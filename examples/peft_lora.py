@@ -2,17 +2,17 @@
 
 Run `python examples/peft_lora.py`.
 
-LoRA trains W + B A with B (d x r) and A (r x d), r much smaller than d. Muon's step for a factor is the
-polar factor of its momentum: all r directions of A, and of B, move equally far. It is no polar factor for B
-A: the step of the product is dB A + B dA, whose length depends on A and B.
+LoRA trains W + B A with B (d x r) and A (r x d), r much smaller than d. Muon's step for a factor is the polar
+factor of its momentum: all r directions of A, and of B, move equally far. The step of the product B A is no
+polar factor: it is dB A + B dA, and its length depends on A and B.
 
 A solve for an r x d matrix has r x r and r x d products only, here less than a hundredth of one for d x d.
-There is nothing to save, and by default the cache of such a matrix always rests: CacheMuon is then Muon,
-FLOP for FLOP.
+There is nothing to save, and by default such a matrix is not cached: CacheMuon then does the same FLOPs as
+Muon.
 
-When would one want it? Where a recipe has Muon already, and LoRA should keep to it; or to try steps of equal
-length in all r directions. For LoRA as such AdamW is the usual choice: start with that. CacheMuon is for
-training, or tuning, whole weights.
+Use it where a recipe has Muon already and LoRA should keep to it, or to try steps of equal length in all r
+directions. AdamW is the usual choice for LoRA: start with that. CacheMuon is for training or fine-tuning
+whole weights.
 """
 
 import torch

@@ -5,7 +5,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cachemuon.engine.matrices import local
+from cachemuon.engine.bucket import local
 
 
 class Live(TorchDispatchMode):
@@ -21,7 +21,7 @@ class Live(TorchDispatchMode):
         owned = (local(tensor) for tensor in (*states, *params, *(param.grad for param in params)))
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned}
         self._alive, self.peak = {}, 0
-        self._see(list(optimizer._kept.workspace._memory.values()))
+        self._see(list(optimizer._plan().workspace._memory.values()))
 
     def _see(self, tensors):
         for tensor in tensors:

@@ -7,16 +7,18 @@ import numpy as np
 
 from cachemuon_lab.config import CACHING, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from cachemuon_lab.models import GPT2Config, ResNetConfig
+from cachemuon_lab.optimizers import MISSES
 from cachemuon_lab.record import Record, Run
 
 MATRICES = [f"blocks.{i}.{part}.weight" for i in (0, 1) for part in ("qkv", "output", "up", "down")]
 COSTS = {  # of one call in GFLOPs: by the paper's model, as executed
     ("gram", "fresh"): (100, 90),
-    ("stale", "fresh"): (100, 90),
+    ("stale", "first"): (100, 90),
+    ("stale", "expired"): (100, 90),
     ("polar", "fresh"): (125, 120),
     **{(kind, "hit"): (25, 20) for kind in CACHING},
-    **{(kind, "cold"): (102, 95) for kind in CACHING},
-    **{(kind, "residual"): (128, 110) for kind in CACHING},
+    **{(kind, "first"): (102, 95) for kind in CACHING},
+    **{(kind, "rejected"): (128, 110) for kind in CACHING},
 }
 CONFIG = RunConfig(
     name="made",
@@ -66,7 +68,7 @@ def write_run(
                 optimizer_seconds=0.06 + 0.001 * (step % 3),
                 orthogonalization_seconds=0.05 + 0.001 * (step % 3),
                 hits=outcomes.pop("hit", 0),
-                misses={"cold": 0, "residual": 0, "stale": 0, "non-finite": 0, "fresh": 0} | outcomes,
+                misses=dict.fromkeys(MISSES, 0) | outcomes,
                 flops=int(spent[1]),
                 flops_paper=int(spent[0]),
             )
@@ -101,9 +103,9 @@ def study(folder):
 
 def _outcomes(optimizer, step, hits):
     if optimizer.kind in CACHING:
-        return {"cold": 8} if step == 1 else {"hit": hits, "residual": 8 - hits}
+        return {"first": 8} if step == 1 else {"hit": hits, "rejected": 8 - hits}
     if optimizer.kind == "stale":
-        return {"fresh": 8} if step % 2 else {"hit": 8}
+        return {"hit": 8} if step % 2 == 0 else {"first" if step == 1 else "expired": 8}
     return {"fresh": 0 if optimizer.kind == "adamw" else 8}
 
 

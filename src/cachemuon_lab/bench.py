@@ -85,20 +85,19 @@ def solvers(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
 
 
 def _kept_hit(X: Tensor, Q: Tensor, clip: float) -> Callable[[], Tensor]:
-    """A hit as the optimizer makes it, in memory that is kept: probe, repair, product; without the norm."""
+    """A hit as the optimizer makes it, in kept memory: probe, repair, product; no normalization."""
     cache, workspace = CacheGNS(clip=clip), Workspace()
     U, Qs, one = X.unsqueeze(0), Q.unsqueeze(0), X.new_ones(1, 1, 1)
     block = torch.randn(len(Q), cache.columns(len(Q)), device=X.device)
 
     def hit() -> Tensor:
-        _, candidate = cache.measure(U, one, Qs, block, workspace)
-        return cache.apply(U, one, Qs, candidate, workspace)
+        return cache.reuse([U], one, one, Qs, block, math.inf, workspace)[0][0]
 
     return hit
 
 
 def worst(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
-    """CacheMuon where no step can hit, beside the cheapest fresh Muon: 300 steps from the first."""
+    """CacheMuon where no transform fits the next step, beside the cheapest fresh Muon, for 300 steps."""
     rows = []
     number = 40 if quick else 300
     for n, m in [(64, 64)] if quick else [(256, 256), (256, 1024), (512, 512), (512, 2048), (768, 768)]:
@@ -176,8 +175,8 @@ def share(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
 def growth(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
     """Step time against the size of one n x 4n matrix, and against the number of 64 x 64 matrices."""
     makers: dict[str, Callable[[Any], Optimizer]] = {
-        "hit": partial(CacheMuon, gamma=math.inf, max_age=None, guard=False),
-        "miss": partial(CacheMuon, gamma=0.0, guard=False),
+        "hit": partial(CacheMuon, gamma=math.inf, max_age=2**31, cache_all=True),
+        "miss": partial(CacheMuon, gamma=0.0, gate="residual", cache_all=True),
         "GramMuon": partial(Muon, solver=GramNS()),
         "PolarExpMuon": partial(Muon, solver=StandardNS(POLAR_EXPRESS)),
         "torch.optim.Muon": lambda params: torch.optim.Muon(params, lr=1e-3),

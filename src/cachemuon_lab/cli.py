@@ -393,7 +393,7 @@ def flops(
 ) -> None:
     """Price orthogonalization, by the paper's model and as executed."""
     from cachemuon import CacheGNS, GramNS
-    from cachemuon.flops import Paper, executed_by, total
+    from cachemuon.flops import PaperCost, executed_by, total
     from cachemuon_lab.config import OptimizerConfig
 
     def clipped(n: int, m: int) -> Cost:
@@ -401,7 +401,7 @@ def flops(
 
     shapes = [shape for word in what for shape in _shapes(word)]
     models: dict[str, Callable[[int, int], Cost]] = {
-        "the paper's model": Paper,
+        "the paper's model": PaperCost,
         "executed, exact probe": partial(executed_by, GramNS(), probe="exact"),
         "executed, sketched probe": partial(executed_by, GramNS()),
         "executed, clipped": clipped,
@@ -454,8 +454,9 @@ def bench(
         Path | None,
         typer.Option("--from", metavar="FILE", help="Only tables and pictures, of an earlier bench.json."),
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Renew the tables of a Markdown page, too.")
+    pages: Annotated[
+        list[Path] | None,
+        typer.Option("--page", metavar="FILE", help="Also renew the tables of this Markdown page."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -464,7 +465,7 @@ def bench(
     Nothing else should run meanwhile. Interrupted, the same command goes on with the next part.
     """
     from cachemuon_lab.bench import PARTS, measured, run
-    from cachemuon_lab.performance import draw, renewed, tables, to_page
+    from cachemuon_lab.performance import draw, renew, tables, to_page
     from cachemuon_lab.timing import avoid_trapped_bf16
 
     if unknown := [part for part in only or () if part not in PARTS]:
@@ -487,8 +488,7 @@ def bench(
         display(table)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.md").write_text(to_page(results))
-    if page is not None:
-        page.write_text(renewed(page.read_text(), tables(results)))
+    renew(pages or (), tables(results))
     pictures = draw(results, out)
     say(f"Written: {', '.join(map(str, [out / 'bench.json', out / 'bench.md', *pictures]))}")
 

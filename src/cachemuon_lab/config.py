@@ -31,8 +31,8 @@ MOST = 2**53
 CACHING = ("paper", "cache")
 """The kinds of optimizer that are a CacheMuon."""
 
-CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "max_norm", "gate", "guard", "min_rows")
-"""CacheMuon's own, by the names that both it and `OptimizerConfig` have."""
+CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "max_norm", "gate", "cache_all", "min_rows")
+"""CacheMuon's own settings, which have the same names in `OptimizerConfig`."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class OptimizerConfig:
 
     >>> OptimizerConfig("paper", gamma=2.0).label
     'CacheMuon.paper gamma=2'
-    >>> OptimizerConfig("cache", gamma=2.0, gate="lagged").slug
-    'cache-gamma2-gatelagged'
+    >>> OptimizerConfig("cache", gamma=2.0, gate="residual").slug
+    'cache-gamma2-gateresidual'
     """
 
     kind: Literal["polar", "gram", "paper", "cache", "jordan", "adamw", "stale"]
@@ -82,8 +82,8 @@ class OptimizerConfig:
     max_age: int | None = 10
     clip: float | None = None
     max_norm: float | None = 2.0
-    gate: Literal["sync", "lagged"] = "sync"
-    guard: bool = True
+    gate: Literal["schedule", "residual"] = "schedule"
+    cache_all: bool = False
     min_rows: int = 0
     period: int = 2
     adam_lr: float = 2e-3
@@ -104,6 +104,8 @@ class OptimizerConfig:
             _at_least(f"optimizer.{name}", getattr(self, name), 1)
         if self.max_age is not None:
             _at_least("optimizer.max_age", self.max_age, 0)
+        elif self.kind == "cache" and self.gate == "schedule":
+            raise ValueError("optimizer.max_age must be an integer with gate='schedule', got None")
         _at_least("optimizer.min_rows", self.min_rows, 0)
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"optimizer.max_norm must be a number > 0 or none, got {self.max_norm!r}")

@@ -1,7 +1,7 @@
 """Measurements beside a run, which they never change: the paper's residual gate and age diagnostics.
 
 An observer is asked before and after each optimizer step and returns lines for the record. It reads the
-optimizer's state and computes on copies, from no random numbers, so that a run with it takes the same
+optimizer's state, computes on copies and draws from no generator of torch. A run with it takes the same
 steps, bit for bit, as one without.
 """
 
@@ -17,11 +17,10 @@ from torch.nn.functional import cosine_similarity
 from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
-from cachemuon.cache.gns import Candidate
-from cachemuon.cache.residual import random_block
-from cachemuon.engine.plan import cache_of
+from cachemuon.cache.reuse import Repair
 from cachemuon.newton_schulz.workspace import Workspace
-from cachemuon.report.counters import transform_name
+from cachemuon.optim.cachemuon import block_of, cache_of
+from cachemuon.report.counters import entry_name
 from cachemuon.routing.layout import layout_of
 from cachemuon_lab.config import RunConfig
 
@@ -47,13 +46,17 @@ def make_observer(config: RunConfig, optimizer: Optimizer) -> Observer | None:
     return None
 
 
-class GateObserver:
-    """At each probe of CacheMuon: what the gate decided on, and how good the cached direction really was.
+PROBED = ("hit", "rejected", "bounded")
+"""The outcomes of a cached direction whose residual was measured. Only a hit was accepted."""
 
-    Of the candidate, `Q X` or what clipping makes of it, and the fresh direction of the same normalized
-    momentum X: the candidate's exact residual, whichever probe decided, its largest singular value (`norm`),
-    both shortened to `max_norm` as in the step, and the cosine of the two as vectors. `age` counts the steps
-    since the transform was made, this one included.
+
+class GateObserver:
+    """At each probe of CacheMuon: what was decided, and how good the cached direction really was.
+
+    The candidate is `Q X`, or what clipping and `max_norm` make of it, for the normalized momentum X. A
+    line has the candidate's exact residual, whichever probe decided, its largest singular value (`norm`),
+    and its cosine to the fresh direction of X. `age` counts the steps since the transform was made, this
+    one included.
     """
 
     def __init__(self, optimizer: Optimizer, every: int = 1) -> None:
@@ -70,7 +73,7 @@ class GateObserver:
             return
         ages = {name: entry["age"] for name, entry in self.optimizer.cache_stats()["matrices"].items()}
         for name, state, _, index in _matrices(self.optimizer):
-            transform = state.get(transform_name(index, len(state["counters"])))
+            transform = state.get(entry_name("transform", index, len(state["counters"])))
             if transform is not None and ages[name] is not None:
                 self._cached[name] = transform.clone(), ages[name] + 1
         self._momenta = _momenta(self.optimizer)
@@ -81,7 +84,7 @@ class GateObserver:
         lines: list[Line] = []
         events = self.optimizer.events() if self._cached else {}
         for name, state, group, index in _matrices(self.optimizer):
-            if name not in self._cached or events[name].outcome not in ("hit", "residual"):
+            if name not in self._cached or events[name].outcome not in PROBED:
                 continue
             Q, age = self._cached.pop(name)
             X = _normalized(state, group, index, self._momenta.get(name))
@@ -148,7 +151,8 @@ class AgeObserver:
 
 def _cached_direction(group: dict[str, Any], X: Tensor, Q: Tensor) -> Tensor:
     """`Q X`, as the paper has it, in the precision of the group's solver."""
-    return CacheGNS(group["solver"]).apply(X, X.new_ones(1, 1, 1), Q, Candidate(), Workspace())
+    one = X.new_ones(1, 1, 1)
+    return CacheGNS(group["solver"]).apply([X], one, one, Q, Repair(one), Workspace())[0]
 
 
 def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], int]]:
@@ -167,7 +171,7 @@ def _matrices(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[
 
 def _momentum(state: dict[str, Any], group: dict[str, Any], index: int) -> Tensor:
     momentum: Tensor = state["momentum_buffer"]
-    return layout_of(group, momentum).cut(momentum)[index].flatten(1)
+    return layout_of(group, momentum).split(momentum)[index].flatten(1)
 
 
 def _momenta(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -191,11 +195,11 @@ def _normalized(state: dict[str, Any], group: dict[str, Any], index: int, before
 
 
 def _candidate(group: dict[str, Any], X: Tensor, Q: Tensor) -> Tensor:
-    """The direction that the gate of this step judged: the step's own random vectors find what is clipped."""
-    cache, n, one = cache_of(group), X.shape[-2], X.new_ones(1, 1, 1)
-    block = random_block(n, cache.columns(n), seed=group["seed"], step=group["step"], dtype=X.dtype)
-    _, left = cache.measure(X, one, Q, block.to(X.device), Workspace())
-    return cache.apply(X, one, Q, left, Workspace())
+    """The cached direction that this step measured: the step's own random vectors find what is clipped."""
+    cache, one = cache_of(group), X.new_ones(1, 1, 1)
+    block = block_of(group, X.shape[-2]).draw(group["step"], X.dtype).to(X.device)
+    _, repair = cache.measure([X], one, Q, block)
+    return cache.apply([X], one, one, Q, repair, Workspace())[0]
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:

@@ -1,12 +1,14 @@
-"""The optimizers of the experiments, from their configuration: among them the baseline of mere reuse.
+"""The optimizers of the experiments, made from their configuration, and the baseline of mere reuse.
 
-`Meter` steps an optimizer and tells what that took.
+`Meter` steps an optimizer and reports what the steps took.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +23,20 @@ from cachemuon import (
     Muon,
     Solver,
     StandardNS,
+    exact_residual,
     flops,
     param_groups,
 )
-from cachemuon.distributed.exchange import Shared
-from cachemuon.engine.fresh import directions, send
-from cachemuon.engine.matrices import Matrix, accumulate, descend, step_lengths
+from cachemuon.distributed.placement import ranks_of
+from cachemuon.engine.orthogonalize import Direction, Orthogonalizer, Update, keep
+from cachemuon.engine.kinds import Choice, Prices
+from cachemuon.engine.schedule import Life
+from cachemuon.newton_schulz.normalize import computed_in
+from cachemuon.newton_schulz.workspace import Workspace, solve_bytes
 from cachemuon.optim.base import MatrixOptimizer
-from cachemuon.report.counters import OUTCOMES
-from cachemuon.routing.layout import layout_of
+from cachemuon.optim.muon import solver_prices
+from cachemuon.report.counters import EXPIRED, FIRST, HIT, OUTCOMES
+from cachemuon.routing.layout import MatrixView, layout_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 
 SOLVERS: dict[str, Solver] = {
@@ -45,7 +52,7 @@ MISSES = tuple(outcome for outcome in OUTCOMES if outcome != "hit")
 def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None) -> Optimizer:
     """The optimizer that a configuration describes, for all trainable parameters of the model.
 
-    `copies` is the process group of which every rank has a copy of the model, if there is one.
+    `copies` is the process group whose ranks each have a copy of the model, if there is one.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     >>> make_optimizer(OptimizerConfig("paper", gamma=2.0), model).defaults["gamma"]
@@ -68,7 +75,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
         "weight_decay": config.weight_decay,
         "adjust_lr_fn": config.adjust_lr_fn,
     }
-    if config.kind != "stale":  # which shares no work
+    if config.kind != "stale":  # StaleMuon does not share work among ranks
         muon["process_group"] = copies
     if config.kind == "paper":
         return CacheMuon.paper(groups, gamma=config.gamma, **muon)
@@ -79,11 +86,39 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
     return Muon(groups, solver=SOLVERS[config.kind], **muon)
 
 
+@dataclass(frozen=True)
+class Stale:
+    """Take the direction of an earlier step as it is, until the schedule asks for a new one."""
+
+    solver: Solver
+    entry: str | None = "direction"
+
+    def kept_shape(self, n: int, m: int) -> tuple[int, int]:
+        """The direction's."""
+        return (n, m)
+
+    def joins(self, other: Orthogonalizer) -> bool:
+        """Solvers work on one shape."""
+        return False
+
+    def __call__(self, updates: Sequence[Update], step: int, workspace: Workspace) -> Iterator[Direction]:
+        """Old directions, then new ones."""
+        for update in updates:
+            if (reused := update.of(HIT)) is not None:
+                rows, some = reused
+                yield Direction(update, rows, torch.stack(some.kept).to(some.U.dtype) * some.gain)
+            if (due := update.of(FIRST, EXPIRED)) is not None:
+                rows, some = due
+                D = self.solver.solve(some.U.mul_(some.scale), workspace)
+                keep(some.kept, D, some.peak)
+                yield Direction(update, rows, D * some.gain, refreshed=exact_residual(D))
+
+
 class StaleMuon(Muon):
     """GramMuon that solves at every `period`-th step, and takes the same direction until the next.
 
-    Reuse without any cost or check: what a cache must be better than. A reused direction counts as a hit,
-    and costs no FLOPs.
+    Reuse without any cost or check: a cache must do better. A reused direction counts as a hit and costs no
+    FLOPs.
 
     >>> W = nn.Parameter(torch.zeros(2, 3))
     >>> optimizer = StaleMuon([W], period=2)
@@ -94,6 +129,8 @@ class StaleMuon(Muon):
     2
     """
 
+    settings = (*Muon.settings, "period")
+
     def __init__(self, params: ParamsT, *, period: int = 2, **settings: Any) -> None:
         super().__init__(params, solver=SOLVERS["stale"], **settings)
         self.defaults["period"] = period
@@ -101,47 +138,28 @@ class StaleMuon(Muon):
             if group["use_muon"]:
                 group.setdefault("period", period)
 
-    def _orthogonalize(self, matrices: list[Matrix], shared: list[Shared]) -> None:
-        if shared:
-            raise ValueError("StaleMuon must have parameters of its own, got some that are sharded or shared")
-        self._settle(wait=False)
-        send(matrices, {})
-        by_group: dict[int, list[Matrix]] = {}
-        for x in matrices:
-            by_group.setdefault(id(x.group), []).append(x)
-        for members in by_group.values():
-            group = members[0].group
-            reuse = (group["step"] - 1) % group["period"] > 0
-            done = self._reuse(members) if reuse else self._renew(members)
-            self._claim("hit" if reuse else "fresh", done, members)
-
-    def _renew(self, matrices: list[Matrix]) -> Iterator[tuple[list[Matrix], Tensor]]:
-        for batch, D, finite in directions(matrices, self._kept, lambda x: x.group["solver"]):
-            torch._foreach_copy_([_direction(x) for x in batch], list(D.unbind(0)))
-            descend(batch, D.mul_(step_lengths(batch, D, finite)), finite)
-            yield batch, finite
-
-    def _reuse(self, matrices: list[Matrix]) -> Iterator[tuple[list[Matrix], Tensor]]:
-        for x in matrices:
-            finite, D = accumulate([x], self._kept.workspace).finite, _direction(x).unsqueeze(0)
-            descend([x], D * step_lengths([x], D, finite), finite)
-            yield [x], finite
-
-
-def _direction(x: Matrix) -> Tensor:
-    """The matrix's place in its parameter's `direction`, wide; made on first use."""
-    if "direction" not in x.state:
-        x.state["direction"] = torch.zeros_like(x.state["momentum_buffer"])
-    direction: Tensor = x.state["direction"].view(-1, *x.grad.shape)[x.index]
-    return direction.mT if x.tall else direction
+    def choose(self, group: dict[str, Any], param: Tensor, view: MatrixView, count: int) -> Choice:
+        """All matrices are solved at the steps 1, 1 + period, 1 + 2 period, ..."""
+        if ranks := ranks_of(group, param):
+            raise ValueError(f"StaleMuon must have parameters of its own, got some that ranks {ranks} share")
+        solver, period, (n, m) = group["solver"], group["period"], view.wide
+        size = computed_in(param.dtype).itemsize
+        fresh, paper = solver_prices(solver, n, m, solver.precision(param))
+        executed, by_paper = ({"first": cost, "expired": cost} for cost in (fresh, paper))
+        return Choice(
+            Stale(solver),
+            Life(max_age=period - 1, phase=period - 1),
+            solve_bytes(n, m, size) + n * m * size,
+            Prices(executed, by_paper, {}, fresh),
+        )
 
 
 class Meter:
-    """Steps an optimizer; `read` tells what its steps did: seconds, hits and misses, FLOPs.
+    """Steps an optimizer; `read` returns what its steps did: seconds, hits and misses, FLOPs.
 
     The seconds of the orthogonalization are those of the optimizer's whole matrix part, momentum and
-    update included; an optimizer without one, as AdamW, has 0. `synchronize` waits for a GPU before each
-    reading of the clock; without it the seconds are the host's.
+    update included; an optimizer without one, such as AdamW, has 0. `synchronize` waits for a GPU before
+    each reading of the clock; without it the seconds are the host's.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, synchronize: bool = True) -> None:
@@ -150,14 +168,13 @@ class Meter:
         self.seconds = {"optimizer_seconds": 0.0, "orthogonalization_seconds": 0.0}
         self._before = self._outcomes()
         if isinstance(optimizer, MatrixOptimizer):
-            orthogonalize = optimizer._orthogonalize
+            optimizer.around_matrices = self._matrix_part
 
-            def timed(*args: Any) -> None:
-                began = self.now()
-                orthogonalize(*args)
-                self.seconds["orthogonalization_seconds"] = self.now() - began
-
-            optimizer.__dict__["_orthogonalize"] = timed
+    @contextmanager
+    def _matrix_part(self) -> Iterator[None]:
+        began = self.now()
+        yield
+        self.seconds["orthogonalization_seconds"] = self.now() - began
 
     def now(self) -> float:
         """The clock, once the device has done all it was given."""
@@ -188,8 +205,8 @@ class Meter:
         shapes = []
         for group in self.optimizer.param_groups:
             if group.get("use_muon"):
-                readings = (layout_of(group, param) for param in group["params"])
-                shapes += [piece.sides for read in readings for piece in read.pieces]
+                layouts = (layout_of(group, param) for param in group["params"])
+                shapes += [view.sides for layout in layouts for view in layout.views]
         if not shapes:
             return None
         return float(1 - self._before["flops_paper"] / flops.total(shapes, steps))

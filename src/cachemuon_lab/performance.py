@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,12 @@ def renewed(text: str, made: Mapping[str, tuple[str, Cells]]) -> str:
         return f"<!-- table {name} -->\n\n{to_markdown(made[name][1])}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def renew(pages: Iterable[Path], made: Mapping[str, tuple[str, Cells]]) -> None:
+    """Write new tables into Markdown pages. Each page has some of them."""
+    for page in pages:
+        page.write_text(renewed(page.read_text(), made))
 
 
 def to_page(results: dict[str, Any]) -> str:
@@ -181,17 +187,17 @@ def _ceilings(part: dict[str, Any]) -> tuple[str, Cells]:
 
 
 def _worst(part: dict[str, Any]) -> tuple[str, Cells]:
-    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "tried", "rested"]]
+    cells = [["shape", "CacheMuon / cheapest Muon", "Muon / itself", "hits", "cache tried", "uncached"]]
     for row in part["rows"]:
-        outcomes = row["outcomes"]
+        uncached = row["outcomes"]["uncached"]
         cells.append(
             [
                 "{} x {}".format(*row["shape"]),
                 "{:.3f} ({:.3f} to {:.3f})".format(*row["CacheMuon / Muon"]),
                 "{:.3f} ({:.3f} to {:.3f})".format(*row["Muon again / Muon"]),
                 str(row["hits"]),
-                str(outcomes["cold"] + outcomes["residual"]),
-                str(outcomes["resting"]),
+                str(row["steps"] - uncached),
+                str(uncached),
             ]
         )
     return f"A new left basis at each of {part['rows'][0]['steps']} steps", cells

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from cachemuon.distributed.homes import sharded_as, whole
+from cachemuon.distributed import full_tensor, sharded_as
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.optim.settings import check_adam_group, check_entries, check_form
 from cachemuon_lab.models import BLOCKS, Model
@@ -107,7 +107,7 @@ class Ranks:
 
 def whole_model(model: Model) -> dict[str, Tensor]:
     """The weights as one process alone has them. Every rank must call it."""
-    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -34,17 +34,17 @@ def _ours(gammas: Sequence[float], device: str) -> dict[str, tuple[str, Maker]]:
 
     def unclipped(params: list[Parameter]) -> Optimizer:
         groups = [{"params": [p], "gamma": gamma} for p, gamma in zip(params, gammas, strict=True)]
-        return CacheMuon(groups, momentum=0.0, clip=0.0, max_age=None)
+        return CacheMuon(groups, momentum=0.0, clip=0.0, gate="residual", max_age=None)
 
     fresh = {
         "GramMuon": GramNS(),
         "PolarExpMuon": StandardNS(POLAR_EXPRESS),
-        "Muon, Jordan's quintic": StandardNS(QUINTIC),
+        "Muon (Jordan)": StandardNS(QUINTIC),
     }
     own: dict[str, Maker] = {
         "CacheMuon": partial(CacheMuon, momentum=0.0),
-        "CacheMuon, lagged": partial(CacheMuon, momentum=0.0, gate="lagged"),
-        "CacheMuon, clip=0": unclipped,
+        "CacheMuon, residual gate": partial(CacheMuon, momentum=0.0, gate="residual"),
+        "CacheMuon, residual gate, clip=0": unclipped,
         **{name: partial(Muon, momentum=0.0, solver=solver) for name, solver in fresh.items()},
         "Muon (default)": partial(Muon, momentum=0.0),
     }
@@ -91,7 +91,7 @@ def steps(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
         rows = []
         for name, drive in drives.items():
             stats = drive.optimizer.cache_stats() if isinstance(drive.optimizer, CacheMuon) else None
-            # A cached step is now cheap, now dear: its mean counts, not its median.
+            # Some steps of a cache are cheap and some are not: the mean counts, not the median.
             rows.append(
                 {
                     "name": name,
@@ -117,7 +117,7 @@ def even(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
     shapes, number = gpt2_shapes(12, 32 if quick else 768), 8 if quick else 29
     gradients = [[torch.randn(shape, device=device)] for shape in shapes]
     drives = {
-        "CacheMuon": Drive(partial(CacheMuon, guard=not quick), gradients),
+        "CacheMuon": Drive(partial(CacheMuon, cache_all=quick), gradients),
         "GramMuon": Drive(partial(Muon, solver=GramNS()), gradients),
     }
     seconds: dict[str, list[float]] = {name: [] for name in drives}
@@ -149,20 +149,20 @@ def even(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
 def host(device: str, rounds: int, quick: bool, tell: Progress) -> Results:
     """What the host does: matrices so small that their products take no time, beside GramMuon and Muon."""
     tell("the host's part")
-    blocks, rest = gpt2_shapes(12, 16), [(16, 512)] * (8 if quick else 256)
+    blocks, small = gpt2_shapes(12, 16), [(16, 512)] * (8 if quick else 256)
     cases: dict[str, tuple[list[Shape], str, dict[str, Callable[[Any], Optimizer]]]] = {
         "48 cached matrices, GPT-2 Small's at width 16": (
             blocks,
             "GramMuon",
             {
                 "GramMuon": partial(Muon, solver=GramNS()),
-                "CacheMuon": partial(CacheMuon, guard=False),
-                "CacheMuon, lagged": partial(CacheMuon, guard=False, gate="lagged"),
-                "CacheMuon, clip=0": partial(CacheMuon, guard=False, clip=0.0),
+                "CacheMuon": partial(CacheMuon, cache_all=True),
+                "CacheMuon, residual gate": partial(CacheMuon, cache_all=True, gate="residual"),
+                "CacheMuon, clip=0": partial(CacheMuon, cache_all=True, clip=0.0),
             },
         ),
-        f"{len(rest)} matrices of 16 x 512, all resting": (
-            rest,
+        f"{len(small)} matrices of 16 x 512, none cached": (
+            small,
             "Muon",
             {"Muon": Muon, "CacheMuon": CacheMuon},
         ),

@@ -31,7 +31,7 @@ def processes() -> Iterator[bool]:
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
-    from cachemuon.distributed.rank_group import watched
+    from cachemuon.distributed.rank_group import name_dead_ranks
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -45,7 +45,7 @@ def processes() -> Iterator[bool]:
         world_size=world,
     )
     try:
-        with watched(distributed.group.WORLD):
+        with name_dead_ranks(distributed.group.WORLD):
             yield distributed.get_rank() == 0
     finally:
         # A wrapped model that only the collector would find keeps the group's threads alive, and one of them

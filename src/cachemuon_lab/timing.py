@@ -1,8 +1,8 @@
 """Clocks: contenders that take turns, ratios within rounds, the machine they ran on.
 
-In a round each contender has its turn, in an order that rotates, so that a busy moment of the machine hits
-all alike. A contender's ratio to another is the median of the ratios within rounds, with the quartiles as its
-spread.
+In a round each contender has its turn, in an order that rotates, so that a busy moment of the machine affects
+all of them alike. The ratio of two contenders is the median of their ratios within rounds; its spread are the
+quartiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from cachemuon.newton_schulz.workspace import Workspace
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon_lab.config import RunConfig
 from cachemuon_lab.models import build
@@ -189,10 +188,11 @@ class Drive:
         self.meter.step()
 
     def peak_bytes(self) -> int:
-        """What a step allocates at most beyond what was there before it, memory that is kept included."""
+        """The most memory that a step has beyond what was there before, its working memory included."""
         self.load()
         if isinstance(self.optimizer, MatrixOptimizer):
-            self.optimizer._kept.workspace = Workspace()  # this step makes its memory anew
+            self.optimizer.cache_stats()  # takes in what the last step has measured
+            self.optimizer.loaded()  # and this step allocates its working memory again
         device = self.params[0].device
         if device.type == "cuda":
             torch.cuda.synchronize()

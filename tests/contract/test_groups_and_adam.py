@@ -9,17 +9,19 @@ import torch
 from contract.variants import (
     TASKS,
     TRAINING_STEPS,
+    ageless,
     assert_same,
     both_optimizers,
-    cache_variants,
     decisions,
     every_task,
     every_variant,
     exactly,
+    gated_variants,
     gradient,
     optimizer_for,
     parameter,
     run,
+    scheduled_variants,
     snapshot,
     train,
     train_step,
@@ -105,14 +107,6 @@ def test_settings_changed_in_mid_run_are_taken(own):
     twins = twin.param_groups[0]["params"]
     run(twin, twins, range(3, 6))
     assert not torch.equal(params[0], twins[0])
-
-
-def ageless(optimizer):
-    """Without an age limit: the length of a first life depends on a matrix's place among the others."""
-    for group in optimizer.param_groups:
-        if "max_age" in group:
-            group["max_age"] = None
-    return optimizer
 
 
 @every_variant
@@ -631,7 +625,7 @@ def test_a_cosine_schedule_trains_and_resumes(make):
     assert_same(optimizer, resumed[1])
 
 
-@cache_variants
+@gated_variants
 def test_gamma_may_be_scheduled(make):
     # It is a plain value of the group: whoever changes it there changes the gate.
     params = [parameter((12, 20), i) for i in range(2)]
@@ -644,6 +638,20 @@ def test_gamma_may_be_scheduled(make):
     optimizer.param_groups[0].update(gamma=math.inf, max_age=None)
     run(optimizer, params, range(5, 8))
     assert optimizer.cache_stats()["hits"] == hits + 6
+
+
+@scheduled_variants
+def test_gamma_may_be_changed_under_the_schedule(make):
+    params = [parameter((12, 20), i) for i in range(2)]
+    optimizer = ageless(make(params, lr=0.1))
+    run(optimizer, params, range(2))
+    optimizer.param_groups[0]["gamma"] = math.inf
+    run(optimizer, params, range(2, 5))
+    assert optimizer.cache_stats()["hits"] == 2 * 4
+    optimizer.param_groups[0]["gamma"] = 0.0
+    run(optimizer, params, range(5, 8))
+    for entry in optimizer.cache_stats()["matrices"].values():
+        assert (entry["hits"], entry["misses"]["bounded"], entry["misses"]["uncached"]) == (4, 1, 2)
 
 
 @both_optimizers
@@ -669,7 +677,7 @@ def test_a_group_that_is_none_is_refused(make):
 def test_torchs_settings_of_the_iteration_may_be_a_groups_own(settings):
     # torch iterates in bfloat16.
     moved = []
-    for cls in (torch.optim.Muon, Muon, partial(CacheMuon, gamma=0.0, guard=False)):
+    for cls in (torch.optim.Muon, Muon, partial(CacheMuon, gamma=0.0, cache_all=True)):
         w = parameter((12, 16))
         before, w.grad = w.detach().clone(), gradient(w.shape)
         cls([{"params": [w], **settings}], lr=1.0, weight_decay=0.0).step()

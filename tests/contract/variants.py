@@ -23,19 +23,21 @@ VARIANTS = {
     "muon-nesterov": partial(Muon, nesterov=True),
     "muon-original": partial(Muon, adjust_lr_fn="original"),
     "cache-defaults": CacheMuon,
-    "cache": unclipped,
-    "cache-max-age": partial(unclipped, max_age=2, momentum=0.9),
+    # By default a cached step of a matrix this small is shortened to half its length (`max_norm=2`).
+    "cache": partial(CacheMuon, max_norm=4.0, cache_all=True),
+    # Without a clip some transforms fail: of the steps of a training a quarter hits, some are bounded.
+    "cache-exact": partial(unclipped, gate="schedule", probe="exact", gamma=50.0, max_age=6, momentum=0.9),
+    "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, cache_all=True),
+    "cache-float16": partial(CacheMuon, cache_dtype=torch.float16, max_norm=4.0, max_age=3, cache_all=True),
     "cache-paper": partial(CacheMuon.paper, gamma=2.0),
-    "cache-nesterov": partial(unclipped, nesterov=True),
-    "cache-original": partial(unclipped, adjust_lr_fn="original", gamma=2.0),
-    "cache-lagged": partial(unclipped, gate="lagged"),
-    "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, guard=False),
-    "cache-clip-lagged": partial(
-        CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, gate="lagged", guard=False
+    "cache-residual": unclipped,
+    "cache-residual-max-age": partial(unclipped, max_age=2, momentum=0.9),
+    "cache-residual-nesterov": partial(unclipped, nesterov=True),
+    "cache-residual-original": partial(unclipped, adjust_lr_fn="original", gamma=2.0),
+    "cache-residual-clip": partial(
+        CacheMuon, gamma=5.0, gate="residual", max_age=6, clip=0.2, max_norm=4.0, cache_all=True
     ),
-    "cache-float16": partial(unclipped, cache_dtype=torch.float16),
-    "cache-budget": partial(unclipped, max_cache_bytes=12_000),  # of some models all have room
-    "cache-lagged-exact": partial(unclipped, gate="lagged", probe="exact", max_age=6),
+    "cache-residual-float16": partial(unclipped, cache_dtype=torch.float16),
 }
 
 
@@ -47,6 +49,8 @@ every_variant = _over(VARIANTS)
 fresh_variants = _over(name for name in VARIANTS if name.startswith("muon"))
 # By default small matrices are not cached; all others hit.
 cache_variants = _over(name for name in VARIANTS if name.startswith("cache") and name != "cache-defaults")
+scheduled_variants = _over(["cache", "cache-exact", "cache-clip", "cache-float16"])
+gated_variants = _over(name for name in VARIANTS if name.startswith(("cache-residual", "cache-paper")))
 both_optimizers = _over(["muon", "cache"])
 
 
@@ -55,8 +59,21 @@ def gates(optimizer):
 
 
 def caches(optimizer):
-    """Whether it caches matrices as small as here: clipped, they don't pay, and a guard lets them rest."""
-    return gates(optimizer) and not optimizer.param_groups[0]["guard"]
+    """Whether it caches matrices as small as here, which do not pay."""
+    return gates(optimizer) and optimizer.param_groups[0]["cache_all"]
+
+
+def scheduled(optimizer):
+    """Whether the step's number decides what is solved, and a residual above gamma is known a step later."""
+    return caches(optimizer) and optimizer.param_groups[0]["gate"] == "schedule"
+
+
+def ageless(optimizer):
+    """Without an age limit: when a transform expires depends on a matrix's place among the others."""
+    for group in optimizer.param_groups:
+        if "max_age" in group:
+            group["max_age"] = 1000 if group["gate"] == "schedule" else None
+    return optimizer
 
 
 # Models. Sizes differ between layers so that a step meets several shapes, some of them more than once.
@@ -225,7 +242,7 @@ def run(optimizer, params, steps, scale=1.0):
 
 
 def decisions(optimizer):
-    """The counters of every matrix: what was decided how often, the age, the last outcome."""
+    """The counters of every matrix: what was done how often, and when."""
     optimizer.state_dict()  # after it nothing is on its way to the host
     states = [optimizer.state[p] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
     return [row for state in states for row in state["counters"].tolist()]

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank: gradients that are not finite, or missing; a rank that dies."""
+"""What goes wrong on one rank: a gradient that is not finite, or missing; a rank that dies."""
 
 import copy
 import os
@@ -14,14 +14,18 @@ from torch import distributed as dist
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.distributed.rank_group import watched
+from cachemuon.distributed.placement import EXCHANGES
+from cachemuon.distributed.rank_group import name_dead_ranks
+
+LAYOUTS = (*EXCHANGES, "fsdp")
 
 
 def params_of(layout, world):
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in ((24, 32), (20, 12), (24, 32))]
-    if layout == "ddp":
-        return [nn.Parameter(value) for value in values], torch.clone, {"process_group": dist.group.WORLD}
+    if layout in EXCHANGES:
+        more = {"process_group": dist.group.WORLD, "exchange": layout}
+        return [nn.Parameter(value) for value in values], torch.clone, more
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -37,12 +41,14 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def spoil(rank, world, layout, gate, cls):
+def spoil(rank, world, layout, gate):
     """At step 3 one rank's gradient of one matrix has a NaN."""
     params, put, more = params_of(layout, world)
-    cached = {"guard": False, "max_age": 3, "gate": gate} if cls is CacheMuon else {}
-    optimizer = cls(params, lr=0.1, **cached, **more)
-    kept, seen = [], []
+    if gate is None:
+        optimizer = Muon(params, lr=0.1, process_group=more.get("process_group"))
+    else:
+        optimizer = CacheMuon(params, lr=0.1, cache_all=True, max_age=3, gate=gate, **more)
+    kept, finite, messages = [], [], []
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
         for param in params:
@@ -50,56 +56,68 @@ def spoil(rank, world, layout, gate, cls):
         if step == 3 and rank == world - 1:
             local(params[1].grad)[0, 0] = torch.nan
         before = [local(param).clone() for param in params]
-        with warnings.catch_warnings(record=True):
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
-            optimizer.state_dict()
+        messages += [(step, str(one.message)) for one in caught]
         kept.append([torch.equal(old, local(new)) for old, new in zip(before, params, strict=True)])
-        seen.append(all(torch.isfinite(local(param)).all() for param in params))
+        finite.append(all(torch.isfinite(local(param)).all() for param in params))
     whole = [(param.full_tensor() if layout == "fsdp" else param).detach() for param in params]
     stats = optimizer.cache_stats()["matrices"].values()
-    return kept, all(seen), whole, [(entry["hits"], entry["misses"], entry["age"]) for entry in stats]
+    outcomes = [(entry["hits"], entry["misses"], entry["age"]) for entry in stats]
+    return kept, all(finite), whole, outcomes, messages
 
 
-@pytest.mark.parametrize("cls", [CacheMuon, Muon])
-@pytest.mark.parametrize("gate", ["sync", "lagged"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_bad_gradient_on_one_rank_holds_all_of_them(ranks, layout, gate, cls):
-    answers = ranks(spoil, 3, layout, gate, cls)
-    for kept, finite, whole, decided in answers:
+@pytest.mark.parametrize("gate", ["schedule", "residual", None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rank_steps_a_matrix_whose_gradient_is_bad_on_one(ranks, layout, gate):
+    answers = ranks(spoil, 3, layout, gate)
+    for kept, finite, whole, outcomes, messages in answers:
         assert finite
         assert kept[3] == [False, True, False] and not any(map(any, kept[:3] + kept[4:]))
-        assert decided == answers[0][3]
-        assert [misses["non-finite"] for _, misses, _ in decided] == [0, 1, 0]
+        assert outcomes == answers[0][3]
+        assert [misses["non-finite"] for _, misses, _ in outcomes] == [0, 1, 0]
+        assert [step for step, text in messages if "has a NaN or Inf" in text] == [4]  # known a step later
+        assert len(messages) == 1
         for param, first in zip(whole, answers[0][2], strict=True):
             assert torch.equal(param, first)
 
 
 def lack(rank, world, layout):
-    """At step 2 one rank has no gradient of one matrix; at step 3 nobody has."""
+    """At step 2 one rank has no gradient of one matrix; at step 3 none has."""
     params, put, more = params_of(layout, world)
-    optimizer = CacheMuon(params, lr=0.1, guard=False, max_age=3, **more)
-    told = []
-    for step in range(5):
+    optimizer = CacheMuon(params, lr=0.1, cache_all=True, max_age=3, **more)
+    messages, kept = [], []
+    for step in range(6):
         for param in params:
             param.grad = put(torch.full(param.shape, 1.0 + step))
         if (step == 2 and rank == 0) or step == 3:
             params[0].grad = None
+        before = [local(param).clone() for param in params]
+        momentum = [local(optimizer.state[param]["momentum_buffer"]).clone() for param in params if step]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
-        told += [str(one.message) for one in caught]
+        messages += [(step, str(one.message)) for one in caught]
+        kept.append([torch.equal(old, local(new)) for old, new in zip(before, params, strict=True)])
+        if step in (2, 3):
+            assert torch.equal(momentum[0], local(optimizer.state[params[0]]["momentum_buffer"]))
     whole = [(param.full_tensor() if layout == "fsdp" else param).detach() for param in params]
-    return told, whole, [entry["calls"] for entry in optimizer.cache_stats()["matrices"].values()]
+    calls = [entry["calls"] for entry in optimizer.cache_stats()["matrices"].values()]
+    return messages, kept, whole, calls
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_gradient_that_one_rank_lacks_is_taken_by_none(ranks, layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rank_steps_a_matrix_whose_gradient_one_lacks(ranks, layout):
     answers = ranks(lack, 2, layout)
-    for told, whole, calls in answers:
-        assert len(told) == 1 and "on some ranks" in told[0]
-        assert calls == [3, 5, 5]
-        for param, first in zip(whole, answers[0][1], strict=True):
+    for rank, (messages, kept, whole, calls) in enumerate(answers):
+        # A step later, and where there is a gradient: the rank that lacks one may be meant to lack it.
+        assert [step for step, text in messages if "on some ranks" in text] == ([3] if rank else [])
+        assert len(messages) == rank
+        assert calls == [4, 6, 6]
+        assert [one[0] for one in kept] == [False, False, True, True, False, False]
+        assert not any(any(others) for _, *others in kept)
+        for param, first in zip(whole, answers[0][2], strict=True):
             assert torch.equal(param, first)
 
 
@@ -116,12 +134,12 @@ def copied_and_pickled(rank, world):
     )
 
 
-def test_a_process_group_survives_copies_and_no_file(ranks):
+def test_copies_share_a_process_group_and_no_file_has_it(ranks):
     assert ranks(copied_and_pickled, 2) == [(True, True, None)] * 2
 
 
 @pytest.mark.parametrize("wrong", ["WORLD", 3])
-def test_what_is_no_process_group_is_refused(wrong):
+def test_only_process_groups_are_accepted_as_such(wrong):
     with pytest.raises(ValueError, match=f"process_group must be .* got {wrong!r}"):
         CacheMuon([nn.Parameter(torch.zeros(3, 4))], process_group=wrong)
 
@@ -136,7 +154,7 @@ from cachemuon import CacheMuon
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 params = [nn.Parameter(torch.randn(24, 32)) for _ in range(3)]
-optimizer = CacheMuon(params, guard=False, process_group=dist.group.WORLD)
+optimizer = CacheMuon(params, cache_all=True, process_group=dist.group.WORLD)
 for step in range(100):
     for param in params:
         param.grad = torch.ones_like(param)
@@ -153,10 +171,10 @@ def test_the_death_of_a_rank_ends_the_others_with_its_name(tmp_path):
     began = time.monotonic()
     processes = []
     for rank in range(3):
-        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "RANK": str(rank)}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "RANK": str(rank)}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(script)], env={**os.environ, **told}, stderr=subprocess.PIPE, text=True
+                [sys.executable, str(script)], env={**os.environ, **where}, stderr=subprocess.PIPE, text=True
             )
         )
     errors = [process.communicate(timeout=100)[1] for process in processes]
@@ -169,10 +187,10 @@ def test_the_death_of_a_rank_ends_the_others_with_its_name(tmp_path):
 def starve(rank, world):
     if rank == 0:
         return ""
-    with pytest.raises(torch.OutOfMemoryError) as caught, watched(dist.group.WORLD):
+    with pytest.raises(torch.OutOfMemoryError) as caught, name_dead_ranks(dist.group.WORLD):
         raise torch.OutOfMemoryError("of this rank")
     return str(caught.value)
 
 
-def test_who_has_no_memory_left_does_not_blame_the_others(ranks):
+def test_a_rank_without_memory_does_not_blame_the_others(ranks):
     assert ranks(starve, 2) == ["", "of this rank"]

@@ -40,7 +40,7 @@ def failures(numbers: range) -> dict[int, str]:
 
 def version() -> str:
     """Changes with every line of the library and of the cases."""
-    files = [*Path(cachemuon.__file__).parent.glob("*.py"), *Path(__file__).parent.glob("*.py")]
+    files = [*Path(cachemuon.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]
     return hashlib.blake2b(b"".join(path.read_bytes() for path in sorted(files)), digest_size=8).hexdigest()
 
 

@@ -17,14 +17,17 @@ BAD = ("one nan", "one inf", "one -inf", "all nan", "all inf")
 CACHE_SETTINGS: dict[str, tuple[Any, ...]] = {
     "gamma": (0.0, 0.5, 2.0, 5.0, 20.0, 1e9),
     "vectors": (2, 8, 8),
-    "max_age": (None, 0, 1, 3, 10),
+    "gate": (("schedule", 10), ("schedule", 3), ("schedule", 0), ("residual", None), ("residual", 3)),
+    "max_age": (0, 1, 3, 10),
     "clip": (None, 0.0, 0.25, 1.0),
     "max_norm": (2.0, 2.0, 0.5, None),
     "seed": (0, 7),
-    "gate": ("sync", "lagged"),
-    "guard": (False, False, False, True),
+    "cache_all": (True, True, True, False),
     "min_rows": (0, 0, 0, 8),
+    "cache_dtype": (None, None, "float16"),
 }
+"""`gate` comes with a `max_age` that goes with it."""
+
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "lr": (1e-3, 0.02, 1.0, 0.0, "tensor"),
     "momentum": (0.95, 0.9, 0.5, 0.0, 0.999),
@@ -44,7 +47,7 @@ LATER = (
     "max_age",
     "max_norm",
     "gate",
-    "guard",
+    "cache_all",
     "min_rows",
 )
 """What may be changed in mid-run."""
@@ -90,7 +93,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Move:
-    """The optimizer goes on as another one: loaded from a file, a deepcopy, or unpickled."""
+    """The optimizer goes on as another one: loaded from a file, a deepcopy, or unpickled; or all tensors of its
+    state are replaced by copies.
+    """
 
     how: str
 
@@ -118,7 +123,7 @@ def case(random: Random | int) -> Case:
         if chance < 0.72:
             actions.append(_step(random, here))
         elif chance < 0.82:
-            actions.append(Move(random.choice(("load", "load", "deepcopy", "pickle"))))
+            actions.append(Move(random.choice(("load", "load", "deepcopy", "pickle", "replace"))))
         elif chance < 0.97:
             actions.append(_change(random, make, here))
         else:
@@ -134,8 +139,8 @@ def _settings(random: Random, make: str, chance: float) -> dict[str, Any]:
     found = {key: random.choice(values) for key, values in allowed.items() if random.random() < chance}
     if make == "paper" and random.random() < chance:
         found["gamma"] = random.choice(CACHE_SETTINGS["gamma"])
-    if "guard" in allowed and random.random() < 0.7:
-        found["guard"] = False  # or a case as small as these is never cached
+    if "cache_all" in allowed and random.random() < 0.7:
+        found["cache_all"] = True  # or a case as small as these is never cached
     return found
 
 
@@ -167,7 +172,7 @@ def _shape(random: Random) -> tuple[int, ...]:
         long = random.choice((1_000, 10_000, 100_000))
         return random.choice(((1, long), (long, 1)))
     if kind < 0.05:
-        return random.choice(((208, 208), (256, 224)))  # large enough for a guard to let it be cached
+        return random.choice(((208, 208), (256, 224)))  # large enough to be cached by default
     if kind < 0.06:
         return random.choice(((0, 4), (3, 0)))
     if kind < 0.2:

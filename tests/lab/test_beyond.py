@@ -31,7 +31,7 @@ def test_every_run_has_a_folder_of_its_own():
     runs = {job.slug: study.config(job) for job in jobs}
     assert len(runs) == len(set(runs.values())) == len({study.config(job) for job in jobs}) > 300
     assert "text-cache-lr0.02-m0.9-nesterov-clip0.125-s0" in runs
-    assert "images-cache-lr0.02-m0.9-ema-guard0-min_rows64-clip0.125-vectors4-s1" in runs
+    assert "images-cache-lr0.02-m0.9-ema-cache_all1-min_rows64-clip0.125-vectors4-s1" in runs
 
 
 def test_the_search_climbs_to_the_best_it_can_find(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_a_study_trains_resumes_and_sums_up(tmp_path, monkeypatch):
     assert study.runs == runs
     assert (tmp_path / "out" / jobs[0].slug / "record.jsonl").stat().st_mtime_ns == before
     row = beyond.summary(jobs[1].optimizer, [runs[jobs[1]]])
-    assert row["outcomes"] == {"hit": 4, "fresh": 8} and row["kind"] == "stale"
+    assert row["outcomes"] == {"first": 4, "hit": 4, "expired": 4} and row["kind"] == "stale"
     assert row["losses"] == [round(runs[jobs[1]].loss, 4)]
 
 
@@ -86,7 +86,7 @@ def rows():
     gram = {"kind": "gram", "lr": 0.04, "momentum": 0.9, "nesterov": True, "losses": [2.0, 2.1, 2.2, 2.3]}
     gram |= {"accuracies": [None] * 4, "outcomes": {"fresh": 100}, "flops": 1000}
     ours = gram | {"kind": "cache", "clip": None, "lr": 0.08, "losses": [1.9, 2.0, 2.0, 2.2], "flops": 320}
-    ours |= {"outcomes": {"hit": 90, "stale": 10}}
+    ours |= {"outcomes": {"hit": 90, "expired": 10}}
     quintic = gram | {"kind": "jordan", "losses": [2.0, 2.1, 2.1, 2.2], "flops": 1350}
     adam = {"kind": "adamw", "lr": 2e-3, "losses": [3.0, 3.1, 3.2], "accuracies": [None] * 3}
     return [gram, quintic, ours, adam | {"outcomes": {}, "flops": 0}]
@@ -120,5 +120,5 @@ def test_the_budget_of_each_age():
         shapes = gpt2_shapes(1, int(name.split()[1]))
         costs = [executed_by(GramNS(), *shape, rank=CacheGNS(clip=None).rank(min(shape))) for shape in shapes]
         fresh = sum(cost.gram for cost in costs)
-        shares = [sum((cost.cold + age * cost.hit) / (age + 1) for cost in costs) / fresh for age in ages]
+        shares = [sum((cost.refresh + age * cost.hit) / (age + 1) for cost in costs) / fresh for age in ages]
         assert told.split(" | ") == [f"{share:.0%}" for share in shares]

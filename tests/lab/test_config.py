@@ -83,10 +83,17 @@ def test_text_that_is_no_json_is_refused():
     ("make", "message"),
     [
         (lambda: OptimizerConfig("sgd"), "optimizer.kind must be one of 'polar', .*'stale', got 'sgd'"),
-        (lambda: OptimizerConfig("cache", gate="no"), "optimizer.gate must be one of 'sync', 'lagged', got"),
+        (
+            lambda: OptimizerConfig("cache", gate="no"),
+            "optimizer.gate must be one of 'schedule', 'residual', got",
+        ),
         (lambda: OptimizerConfig("gram", lr=-1.0), r"optimizer.lr must be a number >= 0, got -1.0"),
         (lambda: OptimizerConfig("gram", momentum=1.0), r"optimizer.momentum must be in \[0, 1\), got 1.0"),
         (lambda: OptimizerConfig("cache", max_age=-1), "optimizer.max_age must be an integer of at least 0"),
+        (
+            lambda: OptimizerConfig("cache", max_age=None),
+            "optimizer.max_age must be an integer with gate='schedule', got None",
+        ),
         (
             lambda: OptimizerConfig("cache", clip=-0.5),
             "optimizer.clip must be a fraction, from 0 to 1, or none, got -0.5",
@@ -129,7 +136,7 @@ def test_overrides_are_typed():
             "optimizer.adam_betas=0.8,0.95",
             "optimizer.max_age=7",
             "optimizer.clip=0.75",
-            "optimizer.guard=false",
+            "optimizer.cache_all=true",
             "model.width=64",
             "model.bias=false",
             "steps=100",
@@ -143,7 +150,7 @@ def test_overrides_are_typed():
     assert isinstance(changed.optimizer.gamma, float)
     assert changed.optimizer.adam_betas == (0.8, 0.95)
     assert (changed.optimizer.max_age, changed.validation_batches) == (7, None)
-    assert (changed.optimizer.clip, changed.optimizer.guard) == (0.75, False)
+    assert (changed.optimizer.clip, changed.optimizer.cache_all) == (0.75, True)
     assert (changed.model.width, changed.model.bias) == (64, False)
     assert (changed.data.path, changed.autocast, changed.ages) == ("/a=b", "bfloat16", (1, 2, 4))
     assert GPT2.steps == 10
@@ -201,7 +208,7 @@ def test_differences_name_dotted_keys():
         (OptimizerConfig("paper", gamma=5.0), "CacheMuon.paper gamma=5", "paper-gamma5"),
         (OptimizerConfig("paper", gamma=0.5), "CacheMuon.paper gamma=0.5", "paper-gamma0.5"),
         (
-            OptimizerConfig("paper", gamma=5.0, max_age=99, guard=False),
+            OptimizerConfig("paper", gamma=5.0, max_age=99, cache_all=True),
             "CacheMuon.paper gamma=5",
             "paper-gamma5",
         ),
@@ -210,12 +217,12 @@ def test_differences_name_dotted_keys():
         (OptimizerConfig("cache", gamma=0.5), "CacheMuon gamma=0.5", "cache-gamma0.5"),
         (OptimizerConfig("cache", max_age=99), "CacheMuon max_age=99", "cache-age99"),
         (OptimizerConfig("cache", clip=0.75), "CacheMuon clip=0.75", "cache-clip0.75"),
-        (OptimizerConfig("cache", gate="lagged"), "CacheMuon gate=lagged", "cache-gatelagged"),
-        (OptimizerConfig("cache", guard=False), "CacheMuon guard=False", "cache-guardFalse"),
+        (OptimizerConfig("cache", gate="residual"), "CacheMuon gate=residual", "cache-gateresidual"),
+        (OptimizerConfig("cache", cache_all=True), "CacheMuon cache_all=True", "cache-cache_allTrue"),
         (
-            OptimizerConfig("cache", gamma=2.0, vectors=4, max_age=99, gate="lagged"),
-            "CacheMuon gamma=2, vectors=4, max_age=99, gate=lagged",
-            "cache-gamma2-vectors4-age99-gatelagged",
+            OptimizerConfig("cache", gamma=2.0, vectors=4, max_age=99, gate="residual"),
+            "CacheMuon gamma=2, vectors=4, max_age=99, gate=residual",
+            "cache-gamma2-vectors4-age99-gateresidual",
         ),
     ],
 )

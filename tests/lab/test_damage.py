@@ -48,7 +48,7 @@ def stopped(tmp_path):
         ("record.jsonl", STEP % ('"x"', "{}"), "line 1: loss must be a number, got 'x'"),
         ("record.jsonl", STEP % ("null", "{}"), "line 1: loss must be a number, got None"),
         ("record.jsonl", STEP % ("1", "[]"), r"line 1: misses must be counts, got \[\]"),
-        ("record.jsonl", STEP % ("1", '{"cold": -1}'), "line 1: misses must be counts"),
+        ("record.jsonl", STEP % ("1", '{"first": -1}'), "line 1: misses must be counts"),
         ("record.jsonl", "[" * 100_000 + "\n{}\n", "line 1, is no record"),
         ("config.json", "[" * 100_000, "config.json is damaged: a run's configuration must be JSON"),
     ],

@@ -11,6 +11,8 @@ from cachemuon_lab.diagnostics import AgeObserver, GateObserver, make_observer
 from cachemuon_lab.models import GPT2Config
 from cachemuon_lab.train import train
 
+CACHE = OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, cache_all=True)
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -44,8 +46,9 @@ def same_bits(one, other):
     ("diagnostics", "optimizer"),
     [
         ("gate", OptimizerConfig("paper", gamma=1.5, lr=0.01)),
-        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.0, guard=False)),
-        ("gate", OptimizerConfig("cache", gamma=1.5, lr=0.01, max_age=3, clip=0.25, guard=False)),
+        ("gate", replace(CACHE, clip=0.0)),
+        ("gate", replace(CACHE, clip=0.25)),
+        ("gate", replace(CACHE, clip=0.25, gate="residual")),
         ("age", OptimizerConfig("gram", lr=0.01)),
     ],
 )
@@ -59,13 +62,14 @@ def test_measuring_does_not_change_the_run(config, tmp_path, diagnostics, optimi
     assert on.probes or on.ages
 
 
+@pytest.mark.parametrize("gate", ["schedule", "residual"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_what_is_measured_is_the_clipped_direction(nesterov):
-    """The step itself tells: W before and after, without weight decay, differ by the direction."""
+def test_what_is_measured_is_the_clipped_direction(nesterov, gate):
+    """The step itself shows it: W before and after, without weight decay, differ by the direction."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(32, 48))
     settings = {"gamma": 1e9, "clip": 0.25, "momentum": 0.5, "weight_decay": 0.0, "nesterov": nesterov}
-    optimizer = unclipped([weight], lr=1.0, **settings)
+    optimizer = unclipped([weight], lr=1.0, gate=gate, max_age=20, **settings)
     observer = GateObserver(optimizer)
     for step in range(1, 5):
         before, weight.grad = weight.detach().clone(), torch.randn(32, 48)
@@ -80,7 +84,7 @@ def test_what_is_measured_is_the_clipped_direction(nesterov):
 
 def test_every_probe_of_the_gate_is_recorded(config, tmp_path):
     run = train(replace(config, diagnostics="gate"), tmp_path / "run")
-    assert run.steps[0]["misses"]["cold"] == 4
+    assert run.steps[0]["misses"]["first"] == 4
     for line in run.steps:
         probes = [probe for probe in run.probes if probe["step"] == line["step"]]
         assert len(probes) == (0 if line["step"] == 1 else 4)
@@ -101,6 +105,26 @@ def test_every_probe_of_the_gate_is_recorded(config, tmp_path):
                 1 if previous is None or not previous["accepted"] else previous["age"] + 1
             )
             previous = probe
+
+
+def test_a_bounded_step_is_a_probe_that_was_not_accepted():
+    """Its residual is that of the direction before the step was shortened; then the matrix is not cached."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(32, 48))
+    optimizer = CacheMuon([weight], gamma=0.1, momentum=0.0, clip=0.0, max_norm=None, cache_all=True)
+    observer, probes = GateObserver(optimizer), []
+    for step in range(1, 5):
+        weight.grad = torch.randn(32, 48)
+        observer.before(step)
+        optimizer.step()
+        probes.append(observer.after(step))
+    assert [len(lines) for lines in probes] == [0, 1, 0, 0]
+    (line,) = probes[1]
+    assert (line["accepted"], line["age"]) == (False, 1) and line["residual"] > 1
+    counted = optimizer.cache_stats()["matrices"]["group0.param0"]["misses"]
+    assert (counted["first"], counted["bounded"], counted["uncached"]) == (1, 1, 2)
+    residual = optimizer.cache_stats()["matrices"]["group0.param0"]["residual"]
+    assert line["residual"] == pytest.approx(residual, rel=0.5)  # estimated from 8 vectors
 
 
 def test_only_every_so_many_steps(config, tmp_path):

@@ -52,7 +52,7 @@ def test_quality_draws_the_savings_against_both_baselines_as_bars(comparison):
     right = quality(comparison)[0].axes[1]
     bars = [container for container in right.containers if isinstance(container, BarContainer)]
     against_gram, against_polar = ([bar.get_width() for bar in container] for container in bars)
-    spent = 8 * 102 + 99 * (5 * 25 + 3 * 128)  # gamma=5: a cold step, then five hits and three misses
+    spent = 8 * 102 + 99 * (5 * 25 + 3 * 128)  # gamma=5: first solves, then five hits and three misses
     assert against_gram[1] == pytest.approx(1 - spent / 80_000)
     assert against_polar[1] == pytest.approx(1 - spent / 100_000)
     assert against_gram[-1] == pytest.approx(0.5)  # StaleMuon solves every other step

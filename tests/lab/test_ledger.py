@@ -41,7 +41,7 @@ def test_what_a_run_came_to_is_kept_and_not_trained_again(config, tmp_path):
     assert first == Finished.of(run)
     assert first.loss == pytest.approx(run.validations[-1]["loss"], abs=1e-5)
     assert [line["step"] for line in first.validations] == [2, 4]
-    assert first.outcomes == {"hit": 8, "fresh": 8} and first.flops == run.steps[-1]["flops"]
+    assert first.outcomes == {"first": 4, "hit": 8, "expired": 4} and first.flops == run.steps[-1]["flops"]
 
     moved = (tmp_path / "text").rename(tmp_path / "moved")  # another machine: other folders, no runs
     there = replace(config, data=replace(config.data, path=str(moved)))
@@ -69,6 +69,25 @@ def test_other_settings_and_other_data_are_other_runs(config, tmp_path):
     assert Ledger(path).find("one", config) == finished
     later = replace(config, optimizer=replace(config.optimizer, min_rows=64))
     assert Ledger(path).find("one", later) is None
+
+
+def test_a_line_of_before_the_schedule_is_read_in_todays_names(config, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    settings = {"cache_all": True, "min_rows": 64}
+    config = replace(config, optimizer=OptimizerConfig("cache", **settings))
+    Ledger(path).add("cache", config, Finished([{"step": 4, "loss": 2.0, "accuracy": None}], {}, None, None))
+    line = json.loads(path.read_text())
+    optimizer = line["config"]["optimizer"]
+    del optimizer["cache_all"]
+    optimizer |= {"guard": False, "gate": "sync"}
+    line["name"] = "cache-guard0-min_rows64"
+    line["outcomes"] = {"hit": 7, "cold": 4, "stale": 3, "residual": 2, "resting": 1, "non-finite": 5}
+    path.write_text(json.dumps(line) + "\n")
+    found = Ledger(path).find("cache-cache_all1-min_rows64", config)
+    renamed = {"hit": 7, "first": 4, "expired": 3, "rejected": 2, "uncached": 1, "non-finite": 5}
+    assert found.outcomes == renamed
+    guarded = replace(config, optimizer=replace(config.optimizer, cache_all=False))
+    assert Ledger(path).find("cache-cache_all1-min_rows64", guarded) is None
 
 
 def test_the_newest_line_counts(config, tmp_path):
@@ -162,7 +181,7 @@ def test_the_page_has_what_the_ledger_says_of_text_and_images(monkeypatch):
     results = beyond.Study(known, {task: Path(task) for task in ("text", "images")}).results()
     assert renewed(page, beyond.tables(results)) == page
     for found in results.values():
-        assert {row["kind"] for row in found["methods"]} == {*beyond.METHODS} - {beyond.UNGUARDED}
+        assert {row["kind"] for row in found["methods"]} == {*beyond.METHODS} - {beyond.CACHE_64}
 
 
 def test_the_page_has_what_the_ledger_says_of_longer_trainings(monkeypatch):

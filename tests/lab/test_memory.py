@@ -29,7 +29,7 @@ def test_what_is_counted_is_what_is_kept(task, dtype):
         assert kept(optimizer) == memory.state_bytes(counted) == memory.state_bytes(optimizer) > 0
 
 
-def test_a_cache_that_rests_is_not_counted():
+def test_a_matrix_that_is_not_cached_has_no_transform():
     task = TASKS["mlp"]  # too small for a cache
     model = task.model()
     optimizer = CacheMuon(param_groups(model))

@@ -43,7 +43,7 @@ def text(comparison, label, key):
 
 def test_the_numbers_of_a_row(runs):
     comparison, label = compare(runs), "CacheMuon.paper gamma=5"
-    paper = 8 * 102 + 99 * (5 * 25 + 3 * 128)  # GFLOPs: a cold step, then five hits and three misses
+    paper = 8 * 102 + 99 * (5 * 25 + 3 * 128)  # GFLOPs: first solves, then five hits and three misses
     executed = 8 * 95 + 99 * (5 * 20 + 3 * 110)
     assert cell(comparison, label, "paper").mean == paper * 1e9
     assert cell(comparison, label, "executed").mean == executed * 1e9

@@ -22,7 +22,7 @@ def test_a_run_and_its_resumption_are_one_curve(tmp_path):
     losses = [(event.step, event.value) for event in events.Scalars("step/loss")]
     assert losses == [(line["step"], pytest.approx(line["loss"])) for line in run.steps]
     assert [event.step for event in events.Scalars("validation/loss")] == [2, 4]
-    assert sum(event.value for event in events.Scalars("step/misses/cold")) == 4
+    assert sum(event.value for event in events.Scalars("step/misses/first")) == 4
 
 
 def test_without_the_package_it_says_so(tmp_path, monkeypatch):

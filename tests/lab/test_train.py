@@ -32,8 +32,8 @@ OPTIMIZERS = [
     OptimizerConfig("gram"),
     OptimizerConfig("paper", gamma=2.0),
     OptimizerConfig("cache", gamma=2.0, max_age=2, clip=0.0),
-    OptimizerConfig("cache", gamma=2.0, max_age=3, clip=0.25, guard=False),
-    OptimizerConfig("cache", gamma=2.0, max_age=3, clip=0.25, gate="lagged", guard=False),
+    OptimizerConfig("cache", gamma=2.0, max_age=3, clip=0.25, cache_all=True),
+    OptimizerConfig("cache", gamma=2.0, max_age=3, clip=0.25, gate="residual", cache_all=True),
     OptimizerConfig("jordan"),
     OptimizerConfig("adamw"),
     OptimizerConfig("stale"),
@@ -147,7 +147,7 @@ def test_a_run_records_every_step(corpus, tmp_path):
     for line in run.steps:
         assert line["step_seconds"] > line["optimizer_seconds"] > line["orthogonalization_seconds"] > 0
         assert line["hits"] + sum(line["misses"].values()) == 4
-    assert run.steps[0]["misses"]["cold"] == 4
+    assert run.steps[0]["misses"]["first"] == 4
     assert run.end["best_loss"] == min(line["loss"] for line in run.validations)
     assert run.end["best_accuracy"] is None
     assert run.environment["data"]["train"]["sha256"]
@@ -178,7 +178,7 @@ def test_images_have_accuracy_and_cosine_by_epoch(cifar, any_checksum, tmp_path)
     assert lrs == [1e-3] * 4 + [pytest.approx(0.5e-3)] * 2
     assert all(0 <= line["accuracy"] <= 1 for line in run.validations)
     assert run.end["best_accuracy"] == max(line["accuracy"] for line in run.validations)
-    assert run.steps[0]["misses"]["cold"] == 21
+    assert run.steps[0]["misses"]["first"] == 21
 
 
 def test_gram_by_the_papers_model_and_replicas(corpus, tmp_path):
@@ -368,7 +368,7 @@ def test_optimizers_are_what_their_names_say():
     assert made["gram"].param_groups[0]["solver"] == GramNS()
     paper = made["paper"].param_groups[0]
     assert (paper["probe"], paper["gamma"], paper["max_age"], paper["clip"]) == ("exact", 2.0, None, 0.0)
-    assert (paper["gate"], paper["guard"]) == ("sync", False)
+    assert (paper["gate"], paper["cache_all"]) == ("residual", True)
     assert made["adamw"].param_groups[0]["lr"] == 2e-3
     cache = made["cache"].param_groups[0]
     assert (cache["probe"], cache["gamma"], cache["max_age"], cache["vectors"]) == ("sketch", 2.0, 2, 8)
@@ -379,7 +379,7 @@ def test_optimizers_are_what_their_names_say():
 
 def test_cachemuon_has_all_settings_of_its_configuration():
     settings = {"gamma": 3.0, "vectors": 4, "max_age": 9, "clip": 0.75}
-    settings |= {"max_norm": 3.0, "gate": "lagged", "guard": False, "min_rows": 2}
+    settings |= {"max_norm": 3.0, "gate": "residual", "cache_all": True, "min_rows": 2}
     assert settings.keys() == set(CACHE_SETTINGS)
     optimizer = make_optimizer(OptimizerConfig("cache", **settings), build(ResNetConfig(width=4)))
     group = optimizer.param_groups[0]
@@ -417,7 +417,7 @@ def test_stale_takes_its_previous_direction_again(shape):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(moves, expected, strict=True))
     stats = optimizer.cache_stats()
     assert (stats["hits"], stats["misses"]) == (4, 2)
-    assert stats["flops_paper"] == 2 * flops.Paper(3, 5).gram
+    assert stats["flops_paper"] == 2 * flops.PaperCost(3, 5).gram
 
 
 def test_stale_leaves_a_matrix_whose_gradient_is_not_finite():

@@ -76,7 +76,7 @@ def cache_gns(M, Q_cache, coefficients, gamma, S=(), eps=EPS):  # Algorithm A.4,
     if err <= gamma:
         return X_cand, Q_cache, "hit", err
     D, Q = fresh_gns(M, coefficients, S, eps)
-    return D, Q, "residual", err
+    return D, Q, "rejected", err
 
 
 def cache_muon(W, gradients, coefficients, *, lr, momentum, gamma, weight_decay=0.0, S=()):  # Algorithm A.5
@@ -88,7 +88,7 @@ def cache_muon(W, gradients, coefficients, *, lr, momentum, gamma, weight_decay=
     for g in gradients:
         M = (1 - momentum) * (g.T if tall else g) + momentum * M
         if Q is None:
-            (D, Q), outcome, err = fresh_gns(M, coefficients, S), "cold", float("nan")
+            (D, Q), outcome, err = fresh_gns(M, coefficients, S), "first", float("nan")
         else:
             D, Q, outcome, err = cache_gns(M, Q, coefficients, gamma, S)
         W = (1 - lr * weight_decay) * W - lr * D

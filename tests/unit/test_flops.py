@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import CUBIC5, DEEPSEEK_V4, QUINTIC, GramNS, Muon, Schedule, StandardNS, flops
-from cachemuon.flops import GPT2_LARGE, GPT2_SMALL, RESNET18, Executed, Paper, gpt2_shapes, price, total
+from cachemuon.flops import GPT2_LARGE, GPT2_SMALL, RESNET18, ExecutedCost, PaperCost, gpt2_shapes, price, total
 
 PFLOPS = 1e15
 WIDE = [(1, 1), (3, 5), (8, 8), (64, 576)]
@@ -49,7 +49,7 @@ def walk_algorithm_a6(n, m, K, restart_set):
 )
 def test_paper_is_the_sum_of_the_annotated_lines(n, m, K, restart_set):
     lines = walk_algorithm_a6(n, m, K, restart_set)
-    cost = Paper(n, m, steps=K, restarts=len(restart_set))
+    cost = PaperCost(n, m, steps=K, restarts=len(restart_set))
     assert (cost.norm, cost.rest, cost.probing, cost.cache) == (
         lines["norm"],
         lines["rest"],
@@ -59,7 +59,7 @@ def test_paper_is_the_sum_of_the_annotated_lines(n, m, K, restart_set):
     assert cost.miss == sum(lines.values())
     assert cost.hit == lines["norm"] + lines["probe"]
     assert cost.gram == lines["norm"] + lines["rest"]
-    assert cost.transform == cost.cold == cost.gram + lines["cache"]
+    assert cost.transform == cost.refresh == cost.gram + lines["cache"]
 
 
 @pytest.mark.parametrize(("n", "m"), WIDE)
@@ -69,7 +69,7 @@ def test_paper_standard_is_the_sum_of_algorithm_a1(n, m):
         lines += n**2 * (2 * m - 1)  # A
         lines += n**2 * (2 * n - 1) + 3 * n**2  # A^2; b A, c A^2, their sum, a on the diagonal not counted
         lines += n * m * (2 * n - 1)  # X
-    assert Paper(n, m).standard == lines
+    assert PaperCost(n, m).standard == lines
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_the_papers_cached_total_needs_hits_per_matrix():
     # block gives 444.45. The table's 445.97 lies between, so it cannot be had from the overall rate.
     run = partial(total, GPT2_LARGE, 3_814, replicas=8, solver="cache")
     calls, hits = 3_813, round(0.66 * 3_813)
-    attention = {"cold": 1, "residual": calls}
-    mlp = {"cold": 1, "hit": hits, "residual": calls - hits}
+    attention = {"first": 1, "rejected": calls}
+    mlp = {"first": 1, "hit": hits, "rejected": calls - hits}
     assert run(hits=0.33) / PFLOPS == pytest.approx(468.77, abs=0.005)
     assert run(hits=[attention, attention, mlp, mlp] * 36) / PFLOPS == pytest.approx(444.45, abs=0.05)
 
 
 def test_one_rate_and_equal_counters_agree():
-    counters = [{"cold": 1, "hit": 30, "residual": 70}] * len(RESNET18)
-    for model in (Paper, Executed, partial(Executed, restarts=1, probe="exact")):
+    counters = [{"first": 1, "hit": 30, "rejected": 70}] * len(RESNET18)
+    for model in (PaperCost, ExecutedCost, partial(ExecutedCost, restarts=1, probe="exact")):
         run = partial(total, RESNET18, 101, replicas=3, solver="cache", model=model)
         assert run(hits=counters) == pytest.approx(run(hits=0.3), rel=1e-12)
         assert run(hits=0) > run(hits=0.3) > run(hits=1)
@@ -142,7 +142,7 @@ def X():
 
 @pytest.mark.parametrize(("K", "restart_after"), [(5, ()), (5, (2,)), (5, (1, 3)), (4, (1, 2, 3)), (1, ())])
 def test_executed_solvers_are_what_torch_counts(X, K, restart_after):
-    cost = Executed(*X.shape, steps=K, restarts=len(restart_after))
+    cost = ExecutedCost(*X.shape, steps=K, restarts=len(restart_after))
     gram, _ = counted(gram_ns, X, K, restart_after, False)
     kept, (direction, Q) = counted(gram_ns, X, K, restart_after, True)
     assert torch.allclose(Q @ X, direction)  # the loop counted is the loop meant
@@ -169,7 +169,7 @@ def test_a_cubic_step_really_saves_its_square(schedule, n):
     cost = flops.executed_by(gram, *M.shape)
     assert (counted(gram, M)[0], counted(standard, M)[0]) == (cost.gram, cost.standard)
     assert counted(gram.with_transform, M)[0] == cost.transform
-    squares = Executed(*M.shape, cost.steps, cost.restarts, pieces=cost.pieces)
+    squares = ExecutedCost(*M.shape, cost.steps, cost.restarts, pieces=cost.pieces)
     saved = sum(c == 0 for _, _, c in schedule.triples)
     assert saved == cost.cubic
     one = 2 * n**3 * (0.625 if n == 640 else 1)
@@ -196,27 +196,27 @@ def test_executed_probes_are_what_torch_counts(X, k):
         candidate = torch.mm(Q, X)
         return torch.mm(candidate, candidate.T)
 
-    cost = Executed(n, m, vectors=k)
+    cost = ExecutedCost(n, m, vectors=k)
     probing, error = counted(sketch)
     assert 0.2 < error.norm() / (k * n) ** 0.5 / residual < 5
     assert cost.probing == probing
     assert cost.apply == counted(torch.mm, Q, X)[0]
     assert cost.recheck == counted(lambda: torch.mm(X, torch.mm(X.T, z)))[0]
     assert cost.hit == cost.probing + cost.apply
-    assert cost.miss == cost.probing + cost.cold
-    assert cost.cold == cost.transform + cost.recheck
+    assert cost.miss == cost.probing + cost.refresh
+    assert cost.refresh == cost.transform + cost.recheck
 
-    other = Executed(n, m, probe="exact", vectors=k)
+    other = ExecutedCost(n, m, probe="exact", vectors=k)
     assert other.probing == other.hit == counted(exact)[0]
     assert other.recheck == cost.recheck
-    assert Executed(n, m, probe="exact", vectors=0).cold == cost.transform
+    assert ExecutedCost(n, m, probe="exact", vectors=0).refresh == cost.transform
 
 
 def test_the_cheapest_fresh_solver_depends_on_the_shape():
-    square, wide = Executed(768, 768), Executed(768, 3072)
+    square, wide = ExecutedCost(768, 768), ExecutedCost(768, 3072)
     assert square.cheapest == square.standard == 30 * 768**3
     assert wide.cheapest == wide.gram == 4 * 768**2 * 3072 + 34 * 768**3
-    assert Executed(768, 3072, restarts=1).gram == 8 * 768**2 * 3072 + 28 * 768**3
+    assert ExecutedCost(768, 3072, restarts=1).gram == 8 * 768**2 * 3072 + 28 * 768**3
 
 
 # Both
@@ -224,9 +224,9 @@ def test_the_cheapest_fresh_solver_depends_on_the_shape():
 
 shapes = st.tuples(st.integers(1, 4096), st.integers(1, 4096))
 costs = st.one_of(
-    st.builds(lambda s, r: Paper(*s, restarts=r), shapes, st.integers(0, 4)),
+    st.builds(lambda s, r: PaperCost(*s, restarts=r), shapes, st.integers(0, 4)),
     st.builds(
-        lambda s, r, p, k: Executed(*s, restarts=r, probe=p, vectors=k),
+        lambda s, r, p, k: ExecutedCost(*s, restarts=r, probe=p, vectors=k),
         shapes,
         st.integers(0, 4),
         st.sampled_from(["sketch", "exact"]),
@@ -238,7 +238,7 @@ costs = st.one_of(
 @given(costs)
 def test_break_even_is_where_the_average_meets_the_baseline(cost):
     p = cost.break_even
-    fresh = cost.gram if isinstance(cost, Paper) else min(cost.gram, cost.standard)
+    fresh = cost.gram if isinstance(cost, PaperCost) else min(cost.gram, cost.standard)
     assert p * cost.hit + (1 - p) * cost.miss == pytest.approx(fresh, rel=1e-9)
     if p < 0.99:
         assert cost.average(p + 0.01) < fresh
@@ -248,12 +248,12 @@ def test_break_even_is_where_the_average_meets_the_baseline(cost):
 
 
 def test_paper_break_even_is_the_papers_quotient():
-    cost = Paper(1280, 5120)
+    cost = PaperCost(1280, 5120)
     assert cost.break_even == pytest.approx((cost.probing + cost.cache) / (cost.rest + cost.cache))
 
 
 def test_break_even_above_one_says_that_caching_never_pays():
-    last_layer = Executed(10, 512)
+    last_layer = ExecutedCost(10, 512)
     assert last_layer.break_even > 1
     assert last_layer.average(1.0) > last_layer.cheapest
 
@@ -262,12 +262,13 @@ def test_break_even_above_one_says_that_caching_never_pays():
 def test_price_adds_up_call_by_call(cost, counters):
     by_hand = {
         "hit": cost.hit,
-        "cold": cost.cold,
-        "residual": cost.miss,
-        "stale": cost.miss - cost.probing,
+        "first": cost.refresh,
+        "expired": cost.miss - cost.probing,
+        "rejected": cost.miss,
+        "bounded": cost.hit,
         "fresh": cost.gram,
         "non-finite": 0,
-        "resting": cost.baseline,
+        "uncached": cost.baseline,
     }
     assert price(cost, counters) == sum(by_hand[outcome] * count for outcome, count in counters.items())
     assert {outcome: cost.price_of(outcome) for outcome in flops.OUTCOMES} == by_hand
@@ -276,7 +277,7 @@ def test_price_adds_up_call_by_call(cost, counters):
 @given(shapes)
 def test_orientation_does_not_matter(shape):
     rows, columns = shape
-    for model in (Paper, Executed):
+    for model in (PaperCost, ExecutedCost):
         assert model(rows, columns) == model(columns, rows)
         assert model(rows, columns).n == min(shape)
 
@@ -284,28 +285,28 @@ def test_orientation_does_not_matter(shape):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Paper(0, 3), "n must be an integer of at least 1, got 0"),
-        (lambda: Paper(3, 2.5), "m must be .* got 2.5"),
-        (lambda: Executed(3, 3, steps=0), "steps must be .* got 0"),
-        (lambda: Executed(3, 3, restarts=5), "restarts must be .* from 0 to steps - 1, got 5"),
-        (lambda: Paper(3, 3, restarts=-1), "restarts must be .* got -1"),
-        (lambda: Executed(3, 3, probe="both"), "probe must be 'sketch' or 'exact', got 'both'"),
-        (lambda: Executed(3, 3, cubic=6), "cubic must be an integer from 0 to steps, got 6"),
-        (lambda: Executed(3, 3, vectors=0), "vectors must be .* at least 1, got 0"),
-        (lambda: Executed(3, 3, probe="exact", vectors=-1), "vectors must be .* at least 0, got -1"),
-        (lambda: Paper(3, 3).average(1.5), "p must be a hit rate from 0 to 1, got 1.5"),
-        (lambda: Paper(3, 3).price_of("luck"), "outcome must be one of hit, cold, .* got 'luck'"),
-        (lambda: price(Paper(3, 3), {"hit": -1}), r"counters\['hit'\] must be .* got -1"),
+        (lambda: PaperCost(0, 3), "n must be an integer of at least 1, got 0"),
+        (lambda: PaperCost(3, 2.5), "m must be .* got 2.5"),
+        (lambda: ExecutedCost(3, 3, steps=0), "steps must be .* got 0"),
+        (lambda: ExecutedCost(3, 3, restarts=5), "restarts must be .* from 0 to steps - 1, got 5"),
+        (lambda: PaperCost(3, 3, restarts=-1), "restarts must be .* got -1"),
+        (lambda: ExecutedCost(3, 3, probe="both"), "probe must be 'sketch' or 'exact', got 'both'"),
+        (lambda: ExecutedCost(3, 3, cubic=6), "cubic must be an integer from 0 to steps, got 6"),
+        (lambda: ExecutedCost(3, 3, vectors=0), "vectors must be .* at least 1, got 0"),
+        (lambda: ExecutedCost(3, 3, probe="exact", vectors=-1), "vectors must be .* at least 0, got -1"),
+        (lambda: PaperCost(3, 3).average(1.5), "p must be a hit rate from 0 to 1, got 1.5"),
+        (lambda: PaperCost(3, 3).price_of("luck"), "outcome must be one of hit, first, .* got 'luck'"),
+        (lambda: price(PaperCost(3, 3), {"hit": -1}), r"counters\['hit'\] must be .* got -1"),
         (lambda: total([(3, 3)], 0), "steps must be .* got 0"),
         (lambda: total([(3, 3)], 1, replicas=0), "replicas must be .* got 0"),
         (lambda: total([(3, 3)], 1, solver="svd"), "solver must be .* got 'svd'"),
         (lambda: total([(3, 3)], 1, solver="cache"), "hits goes with solver='cache'.*hits=None"),
         (lambda: total([(3, 3)], 1, hits=0.5), "hits goes with solver='cache'.*hits=0.5"),
         (
-            lambda: total([(3, 3)], 2, solver="cache", hits=[{"cold": 1}]),
+            lambda: total([(3, 3)], 2, solver="cache", hits=[{"first": 1}]),
             r"1 mappings of 2 calls each, got calls \[1\]",
         ),
-        (lambda: total([(3, 3)] * 2, 1, solver="cache", hits=[{"cold": 1}]), "hits must be 2 mappings"),
+        (lambda: total([(3, 3)] * 2, 1, solver="cache", hits=[{"first": 1}]), "hits must be 2 mappings"),
         (lambda: gpt2_shapes(0, 8), "layers must be .* got 0"),
         (lambda: gpt2_shapes(2, -8), "width must be .* got -8"),
     ],

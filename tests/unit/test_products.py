@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cachemuon import GramNS, StandardNS, products
+from cachemuon import GramNS, StandardNS
 from cachemuon.flops import executed_by
+from cachemuon.newton_schulz import products
 from cachemuon.newton_schulz.products import panels, symmetric, symmetric_flops
 from cachemuon.newton_schulz.workspace import Workspace
 

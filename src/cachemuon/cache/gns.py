@@ -1,20 +1,28 @@
 """CacheGNS, Algorithm A.4: measure the cached direction, read the residual, accept it or solve.
 
-This is the paper's gate. The optimizers use it with `gate="residual"` and in `CacheMuon.paper`; their default is
-a schedule (`engine.orthogonalize`), which reads nothing within a step.
+This is the paper's gate. The optimizers use it with `gate="residual"` and in `CacheMuon.paper`; their default
+is a schedule (`engine.orthogonalize`), which reads nothing within a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..newton_schulz.normalize import computed_in, full_precision, holds, peak_of, prescale_, restore, wide_batch
+from ..newton_schulz.normalize import (
+    computed_in,
+    full_precision,
+    holds,
+    peak_of,
+    prescale_,
+    restore,
+    wide_batch,
+)
 from ..newton_schulz.solvers import GramNS
 from ..newton_schulz.workspace import Workspace
 from ..report.counters import EXPIRED, FIRST, HIT, NON_FINITE, OUTCOMES, REJECTED, Event
@@ -45,10 +53,10 @@ class CacheGNS:
     `probe="sketch"` estimates the same number from `vectors` random vectors, and forms `Q X` only once it is
     accepted.
 
-    With `clip`, a fraction of the rows (None: `rank`), a cached direction is repaired before it is judged: the
-    directions that Q amplifies most are cut to a singular value of about 1 (`cache.reuse` has the formulas).
-    Where more directions are long than are clipped, the result is shortened to a spectral norm of about
-    `max_norm`; its residual is the one before shortening.
+    With `clip`, a fraction of the rows (None: `rank`), a cached direction is repaired before it is judged:
+    the directions that Q amplifies most are cut to a singular value of about 1 (`cache.reuse` has the
+    formulas). Where more directions are long than are clipped, the result is shortened to a spectral norm of
+    about `max_norm`; its residual is the one before shortening.
 
     >>> solver = CacheGNS()
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -97,9 +105,9 @@ class CacheGNS:
     ) -> tuple[Tensor, Tensor | None, Event | tuple[Event, ...]]:
         """The direction of `M (..., n, m)`, the transform to keep, and what was decided.
 
-        `age` is that of the given transform: 0 right after its refresh. A batch is decided matrix by matrix and
-        gives a tuple of events. A matrix with a NaN or Inf gets a zero direction and keeps its transform. The
-        call reads the residuals on the host.
+        `age` is that of the given transform: 0 right after its refresh. A batch is decided matrix by matrix
+        and gives a tuple of events. A matrix with a NaN or Inf gets a zero direction and keeps its transform.
+        The call reads the residuals on the host.
         """
         check_gate(gamma, max_age)
         with full_precision(M.device.type):
@@ -119,9 +127,7 @@ class CacheGNS:
             residuals = residual.tolist()
             direction = torch.zeros_like(U)
             kept = U.new_zeros(B, n, n) if Q is None else Q.clone()
-            events: list[Event] = [
-                Event("non-finite", age=0 if Q is None else age + 1) for _ in range(B)
-            ]
+            events: list[Event] = [Event("non-finite", age=0 if Q is None else age + 1) for _ in range(B)]
             for part in parts:
                 direction[part.rows] = part.direction
                 outcome = OUTCOMES[EXPIRED if due and part.outcome == FIRST else part.outcome]
@@ -148,28 +154,33 @@ class CacheGNS:
         """Algorithm A.4 for a batch `X = scale U (B, n, m)`: the residuals, and the directions times `gain`.
 
         `transforms` are the cached ones, if there are any that may be used; `peak` is not finite where the
-        gradient was not. This is the one place where a step waits for the device.
+        gradient was not. U may be overwritten. This is the one place where a step waits for the device.
         """
         residual, repair = torch.full_like(scale.flatten(), math.nan), None
         Q = None if transforms is None else torch.stack(transforms).to(U.dtype)
         if Q is not None:
-            residual, repair = self.measure(U, scale, Q, block, workspace)
+            residual, repair = self.measure([U], scale, Q, block)
         peaks, residuals = torch.stack((peak.flatten().to(residual), residual)).tolist()
         outcomes = [
             NON_FINITE if not math.isfinite(p) else FIRST if Q is None else HIT if r <= gamma else REJECTED
             for p, r in zip(peaks, residuals, strict=True)
         ]
 
+        solved = FIRST if Q is None else REJECTED
+
         def parts() -> Iterator[Decided]:
+            nonlocal Q, repair
             hits = [row for row, outcome in enumerate(outcomes) if outcome == HIT]
             if hits and Q is not None and repair is not None:
-                all_or = slice(None) if len(hits) == len(U) else hits
-                D = self.apply(*(one[all_or] for one in (U, scale, gain, Q)), repair.of(all_or), workspace)
+                some = slice(None) if len(hits) == len(U) else hits
+                own = [U[some]], scale[some], gain[some], Q[some], repair.of(some)
+                (D,) = self.apply(*own, workspace)
                 yield Decided(HIT, hits, D)
-            solved = FIRST if Q is None else REJECTED
+            Q = repair = None  # their memory is for the solves
             rows = [row for row, outcome in enumerate(outcomes) if outcome == solved]
             if rows:
-                D, made, refreshed = self.refresh(U[rows] * scale[rows], block, workspace)
+                X = U.mul_(scale) if len(rows) == len(U) else U[rows] * scale[rows]
+                D, made, refreshed = self.refresh(X, block, workspace)
                 yield Decided(solved, rows, D.mul_(gain[rows]), made, refreshed)
 
         return residual, parts()
@@ -186,40 +197,46 @@ class CacheGNS:
         """The columns of the random block that matrices with n rows share: for the residual, and to clip."""
         return self.vectors + self.rank(n)
 
-    def measure(
-        self, U: Tensor, scale: Tensor, Q: Tensor, block: Tensor, workspace: Workspace
-    ) -> tuple[Tensor, Repair]:
+    def measure(self, U: Sequence[Tensor], scale: Tensor, Q: Tensor, block: Tensor) -> tuple[Tensor, Repair]:
         """The residual `(B,)` of the cached direction of `X = scale U`, and how to form that direction."""
         if self.probe == "exact":
-            plain = Repair(torch.ones_like(scale))
-            C = self.apply(U, scale, torch.ones_like(scale), Q, plain, Workspace())
+            one = torch.ones_like(scale)
+            (C,) = self.apply(U, scale, one, Q, Repair(one), Workspace())
             norm = torch.linalg.vector_norm(C, dim=(-2, -1), keepdim=True)
-            return exact_residual(C), Repair(norm, direction=C)
+            return exact_residual(C), Repair(norm, formed=C)
         if self.clip == 0:
-            return reuse.probe(U, scale, Q, block, self.vectors, workspace)
-        return reuse.probe_clipped(U, scale, Q, block, self.vectors, self.max_norm, workspace)
+            return reuse.probe(U, scale, Q, block, self.vectors)
+        return reuse.probe_clipped(U, scale, Q, block, self.vectors, self.max_norm)
 
     def apply(
-        self, U: Tensor, scale: Tensor, gain: Tensor, Q: Tensor, repair: Repair, workspace: Workspace
-    ) -> Tensor:
-        """The cached direction as measured, shortened, times `gain`."""
+        self,
+        U: Sequence[Tensor],
+        scale: Tensor,
+        gain: Tensor,
+        Q: Tensor,
+        repair: Repair,
+        workspace: Workspace,
+    ) -> list[Tensor]:
+        """The cached directions as measured, shortened, times `gain`."""
         factor = gain if repair.shorten is None else gain * repair.shorten
         return reuse.apply(U, scale, factor, Q, repair, self._precision(scale), workspace)
 
     def reuse(
         self,
-        U: Tensor,
+        U: Sequence[Tensor],
         scale: Tensor,
         gain: Tensor,
         Q: Tensor,
         block: Tensor,
         gamma: float,
         workspace: Workspace,
-    ) -> tuple[Tensor, Tensor]:
-        """The cached direction times `gain`, and its residual, with no reading between the two: where the
+    ) -> tuple[list[Tensor], Tensor]:
+        """The cached directions times `gain`, and their residuals, with no reading between the two: where the
         residual is above gamma, the direction is bounded instead (`cache.reuse.bound`).
+
+        U comes in stacks `(B_i, n, m_i)` of one width each, the rest for all matrices together.
         """
-        residual, repair = self.measure(U, scale, Q, block, workspace)
+        residual, repair = self.measure(U, scale, Q, block)
         factor = gain * reuse.bound(repair, residual, gamma)
         return reuse.apply(U, scale, factor, Q, repair, self._precision(scale), workspace), residual
 

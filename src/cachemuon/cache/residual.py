@@ -56,10 +56,15 @@ def paired_residual(z: Tensor, E: Tensor) -> Tensor:
     >>> bool((paired_residual(z, z.mT @ (torch.eye(2, 3) * 2)) - 3).abs() < 0.3)
     True
     """
+    return paired_norms(z, E @ E.mT)
+
+
+def paired_norms(z: Tensor, products: Tensor) -> Tensor:
+    """The same number from `E E^T (..., k, k)`."""
     n, k = z.shape[-2:]
-    products = E @ E.mT - z.mT @ z
-    products.diagonal(dim1=-2, dim2=-1).zero_()
-    length: Tensor = torch.linalg.vector_norm(products, dim=(-2, -1))
+    apart = products - z.mT @ z
+    apart.diagonal(dim1=-2, dim2=-1).zero_()
+    length: Tensor = torch.linalg.vector_norm(apart, dim=(-2, -1))
     return length / math.sqrt(n * k * (k - 1))
 
 

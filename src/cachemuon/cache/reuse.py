@@ -1,34 +1,47 @@
 """The cached direction `Q X`, repaired: pure functions of tensors, the same kernels at every call.
 
 A new gradient brings directions that the cached transform Q was never made for. Q amplifies them, and the
-candidate `C = Q X` gets singular values far above 1. A random block Y0 of k vectors finds them, by the Nystrom
-approximation `C C^T ~ V V^T`, `V = C C^T Y0 L^-T` with `L L^T = Y0^T C C^T Y0`: the long columns of V are the
-long directions of C. With `R = (I + V^T V)^(-1/2)` and `Y = V R`, orthonormal where V is long, `D = C + Y (R - I)
-Y^T C` shortens a singular value s of V to between 1 and 1.16 where it is above 1.4, and leaves small ones alone.
-D is a transform of X too: `(Q + Y (R - I) Y^T Q) X`.
+candidate `C = Q X` gets singular values far above 1. A random block Y0 of k vectors finds them, by the
+Nystrom approximation `C C^T ~ V V^T`, `V = C C^T Y0 L^-T` with `L L^T = Y0^T C C^T Y0`: the long columns of V
+are the long directions of C. With `I + V^T V = K K^T` the columns of `Y = V K^-T` are orthonormal where V is
+long, and `C C^T ~ Y (H - I) Y^T` for `H = K^T K`. So `D = C + Y (H^(-1/2) - I) Y^T C` shortens a singular
+value s of V to between 1 and 1.16 where it is above 1.4, and leaves small ones alone. D is a transform of X
+too: `(Q + Y (H^(-1/2) - I) Y^T Q) X`.
 
-Everywhere `X = scale U`, for a batch U of wide matrices whose largest entry is 1.
+Everywhere `X = scale U`, for matrices whose largest entry is 1. U comes in stacks `(B_i, n, m_i)` of one
+width each; whatever is no product with U is done for all stacks together.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..newton_schulz.products import product, symmetric
-from ..newton_schulz.schedules import ROOT
-from ..newton_schulz.solvers import gram_transform
 from ..newton_schulz.workspace import Workspace
-from .residual import paired_residual
+from .residual import paired_norms
+
+POLES = (
+    (0.860856, 1.4405277),
+    (35.741359, 6.4010381),
+    (1000.0, 33.4271325),
+    (27978.7906305, 179.093306),
+    (1161634.4818952, 1673.3666536),
+)
+"""`sum w / (x + t)` over these pairs (t, w) is `x^(-1/2)` for 1 <= x <= 1e6, to 1%: a quadrature of the
+integral `2 / pi int dt / (x + t^2)` by Jacobi's elliptic functions (Hale, Higham and Trefethen 2008, method
+3).
+"""
 
 
 class Repair(NamedTuple):
     """How a cached direction is made from Q, and how long it is.
 
-    It is `shorten (Q + left right) X`, with no product where `left` is None, or `direction (B, n, m)`, which has
+    It is `shorten (Q + left right) X`, with no product where `left` is None, or `formed`, which has
     been formed already. `norm (B, 1, 1)` is the Frobenius norm, before shortening, estimated or exact.
     """
 
@@ -36,57 +49,74 @@ class Repair(NamedTuple):
     left: Tensor | None = None  # (B, n, k)
     right: Tensor | None = None  # (B, k, n)
     shorten: Tensor | None = None  # (B, 1, 1)
-    direction: Tensor | None = None
+    formed: Tensor | None = None  # (B, n, m)
 
     def of(self, rows: list[int] | slice) -> Repair:
         """The repair of some matrices of the batch."""
-        left, right, shorten, direction = (None if part is None else part[rows] for part in self[1:])
-        return Repair(self.norm[rows], left, right, shorten, direction)
+        left, right, shorten, formed = (None if part is None else part[rows] for part in self[1:])
+        return Repair(self.norm[rows], left, right, shorten, formed)
 
 
 def probe(
-    U: Tensor, scale: Tensor, Q: Tensor, block: Tensor, vectors: int, workspace: Workspace
+    U: Sequence[Tensor], scale: Tensor, Q: Tensor, block: Tensor, vectors: int
 ) -> tuple[Tensor, Repair]:
     """The residual of `Q X`, estimated from the first `vectors` columns of `block (n, vectors)`."""
-    z, n = block[:, :vectors], U.shape[-2]
-    E = torch.bmm(_each(z.mT, Q).mul_(scale), U)  # z^T C
-    y = torch.bmm(Q, torch.bmm(U, E.mT)).mul_(scale)  # C C^T z; once more scale, since E has one
+    z, n = block[:, :vectors], Q.shape[-1]
+    E = _times(_each(z.mT, Q).mul_(scale), U)  # z^T C
+    y = torch.bmm(Q, _outer(U, E)).mul_(scale)  # C C^T z; once more scale, since E has one
     distance: Tensor = torch.linalg.vector_norm(y - z, dim=(-2, -1))
-    return distance / math.sqrt(n * vectors), Repair(_frobenius(E))
+    return distance / math.sqrt(n * vectors), Repair(_frobenius(_outer(E, E)))
 
 
 def probe_clipped(
-    U: Tensor,
+    U: Sequence[Tensor],
     scale: Tensor,
     Q: Tensor,
     block: Tensor,
     vectors: int,
     max_norm: float | None,
-    workspace: Workspace,
 ) -> tuple[Tensor, Repair]:
     """The residual of the clipped direction, which is not formed, and what clips it.
 
     `block (n, vectors + k)`: the vectors that estimate the residual, then Y0.
     """
-    z, n = block[:, :vectors], U.shape[-2]
+    z, n = block[:, :vectors], Q.shape[-1]
     thin = _each(block.mT, Q).mul_(scale)  # z^T Q and Y0^T Q, (B, vectors + k, n)
-    F = torch.bmm(thin[:, vectors:], U)  # Y0^T C
-    W = torch.bmm(Q, torch.bmm(U, F.mT)).mul_(scale)  # C C^T Y0
-    V = torch.linalg.solve_triangular(_cholesky(F, workspace), W.mT, upper=False).mT
-    R = _inverse_root(V, workspace)  # (I + V^T V)^(-1/2)
-    Y = torch.bmm(V, R)
-    shorten = None if max_norm is None else _shorten(R, n, max_norm)
-    R.diagonal(dim1=-2, dim2=-1).sub_(1)
-    right = torch.bmm(R, torch.bmm(Y.mT, Q))
-    E = torch.baddbmm(thin[:, :vectors], _each(z.mT, Y).mul_(scale), right)
-    E = torch.bmm(E, U)  # z^T D
-    return paired_residual(z, E), Repair(_frobenius(E), Y, right, shorten)
+    F = _times(thin[:, vectors:], U)  # Y0^T C
+    W = torch.bmm(Q, _outer(U, F)).mul_(scale)  # C C^T Y0
+    L = _cholesky(_each(block.mT[vectors:], W))
+    V = torch.linalg.solve_triangular(L, W.mT, upper=False)  # transposed, (B, k, n)
+    G = torch.bmm(V, V.mT)
+    G.diagonal(dim1=-2, dim2=-1).add_(1)
+    K = torch.linalg.cholesky_ex(G).L
+    Y = torch.linalg.solve_triangular(K, V, upper=False)  # transposed, (B, k, n)
+    T = inverse_root(torch.bmm(K.mT, K))
+    T.diagonal(dim1=-2, dim2=-1).sub_(1)
+    right = torch.bmm(T, torch.bmm(Y, Q))
+    E = _times(torch.baddbmm(thin[:, :vectors], _each(z.mT, Y.mT).mul_(scale), right), U)  # z^T D
+    products = _outer(E, E)
+    shorten = None if max_norm is None else _shorten(Y, max_norm)
+    return paired_norms(z, products), Repair(_frobenius(products), Y.mT, right, shorten)
+
+
+def inverse_root(H: Tensor) -> Tensor:
+    """`H^(-1/2)` for symmetric matrices with eigenvalues from 1 to 1e6, to 1%; less beyond.
+
+    >>> inverse_root(torch.eye(2).unsqueeze(0) * 100).diagonal(dim1=-2, dim2=-1).mul(10).round(decimals=1)
+    tensor([[1., 1.]])
+    """
+    eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    # L L^T = (H + t I) / w, so that L^-T L^-1 is w (H + t I)^-1: the sum over all pairs is one product.
+    shifted = torch.stack([torch.add(eye * (t / w), H, alpha=1 / w) for t, w in POLES], dim=1)
+    L = torch.linalg.cholesky_ex(shifted).L
+    inverse = torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False).flatten(1, 2)
+    return torch.bmm(inverse.mT, inverse)
 
 
 def bound(repair: Repair, residual: Tensor, gamma: float) -> Tensor:
     """The factor `(B, 1, 1)` on a direction that nobody has judged: where its residual is above gamma, or not
     a number, it is cut to a Frobenius norm of about 1, and so to singular values below that; a direction that
-    is not finite becomes none.
+    is not finite becomes zero.
     """
     cut = repair.norm.reciprocal().nan_to_num_(0, posinf=0)
     shorten = torch.ones_like(cut) if repair.shorten is None else repair.shorten
@@ -94,25 +124,28 @@ def bound(repair: Repair, residual: Tensor, gamma: float) -> Tensor:
 
 
 def apply(
-    U: Tensor,
+    U: Sequence[Tensor],
     scale: Tensor,
     factor: Tensor,
     Q: Tensor,
     repair: Repair,
     precision: torch.dtype,
     workspace: Workspace,
-) -> Tensor:
-    """`factor (Q + left right) X`, with the product in that precision; in Q's the factors go into the small Q,
-    and X is never formed.
+) -> list[Tensor]:
+    """`factor (Q + left right) X`, with the product in that precision; in Q's the factors go into the small
+    Q, and X is never formed.
     """
-    if repair.direction is not None:
-        return repair.direction.mul_(factor)
-    direction = workspace.like("direction", U, precision)
+    if repair.formed is not None:
+        return [repair.formed.mul_(factor)]
+    directions = [workspace.like(f"direction {i}", one, precision) for i, one in enumerate(U)]
+    sizes = [len(one) for one in U]
     if precision == Q.dtype:
-        return product(_repaired(Q, scale * factor, repair, workspace), U.to(precision), direction)
-    Q = _repaired(Q, torch.ones_like(scale), repair, workspace).to(precision)
-    D = product(Q, (U * scale).to(precision), direction)
-    return D.to(scale.dtype).mul_(factor)
+        parts = _repaired(Q, scale * factor, repair, workspace).split(sizes)
+        return [product(*one) for one in zip(parts, U, directions, strict=True)]
+    parts = _repaired(Q, torch.ones_like(scale), repair, workspace).to(precision).split(sizes)
+    scaled = [(one * own).to(precision) for one, own in zip(U, scale.split(sizes), strict=True)]
+    made = [product(*one) for one in zip(parts, scaled, directions, strict=True)]
+    return [one.to(scale.dtype).mul_(own) for one, own in zip(made, factor.split(sizes), strict=True)]
 
 
 def _repaired(Q: Tensor, factor: Tensor, repair: Repair, workspace: Workspace) -> Tensor:
@@ -129,42 +162,51 @@ def _each(left: Tensor, batch: Tensor) -> Tensor:
     return torch.bmm(left.expand(len(batch), -1, -1), batch)
 
 
-def _frobenius(E: Tensor) -> Tensor:
-    """`|D|_F (B, 1, 1)`, estimated from `E = z^T D (B, k, m)` for k Gaussian vectors."""
-    norm: Tensor = torch.linalg.vector_norm(E, dim=(-2, -1), keepdim=True)
-    return norm / math.sqrt(E.shape[-2])
+def _times(left: Tensor, U: Sequence[Tensor]) -> list[Tensor]:
+    """`left @ one` for each matrix of the stacks, with `left (B, k, n)` for all of them."""
+    if len(U) == 1:
+        return [torch.bmm(left, U[0])]
+    parts = left.split([len(one) for one in U])
+    return [torch.bmm(part, one) for part, one in zip(parts, U, strict=True)]
 
 
-def _cholesky(F: Tensor, workspace: Workspace) -> Tensor:
-    """L with `L L^T = F F^T`, and a shift that is just above rounding: it fails only where F is not finite.
+def _outer(A: Sequence[Tensor], B: Sequence[Tensor]) -> Tensor:
+    """`a b^T` for all matrices of the stacks, in one batch; half of it is multiplied where A is B."""
+    products = [
+        symmetric(a, a.mT, a.new_empty(*a.shape[:-1], a.shape[-2])) if a is b else torch.bmm(a, b.mT)
+        for a, b in zip(A, B, strict=True)
+    ]
+    return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def _frobenius(products: Tensor) -> Tensor:
+    """`|D|_F (B, 1, 1)`, estimated from `E E^T (B, k, k)` where `E = z^T D` for k Gaussian vectors."""
+    squares = products.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return squares.sqrt().view(-1, 1, 1)
+
+
+def _cholesky(gram: Tensor) -> Tensor:
+    """L with `L L^T = gram`, and a shift that is just above rounding: it fails only where that is not finite.
 
     Nothing is checked on the host.
     """
-    gram = symmetric(F, F.mT, workspace.square("R", F))
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    limits = torch.finfo(F.dtype)
-    shift = diagonal.sum(-1, keepdim=True).mul_(F.shape[-2] * limits.eps).add_(limits.tiny)
+    limits = torch.finfo(gram.dtype)
+    shift = diagonal.sum(-1, keepdim=True).mul_(gram.shape[-1] * limits.eps).add_(limits.tiny)
     diagonal.add_(shift)
     L: Tensor = torch.linalg.cholesky_ex(gram).L
     return L
 
 
-def _inverse_root(V: Tensor, workspace: Workspace) -> Tensor:
-    """`(I + V^T V)^(-1/2)`, in the workspace."""
-    G = symmetric(V.mT, V, workspace.square("R", V.mT))
-    G.diagonal(dim1=-2, dim2=-1).add_(1)
-    norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True)
-    return gram_transform(G.div_(norm), ROOT.triples, workspace).mul_(norm.rsqrt_())
-
-
-def _shorten(R: Tensor, n: int, max_norm: float) -> Tensor:
+def _shorten(Y: Tensor, max_norm: float) -> Tensor:
     """The factor `(B, 1, 1)` that brings a clipped direction of n rows to a spectral norm of max_norm.
 
     Where more directions are long than the block has vectors, D is still too long. Its spectral norm is about
-    `sqrt(h)`, with h the harmonic mean of the eigenvalues of `I + V^T V`, and nearly always below
-    `(1 + n / 25k + 0.9 / sqrt(k)) sqrt(h)` for k vectors (docs/notebook/beyond-the-paper.md).
+    `sqrt(h)`, with h the harmonic mean of the eigenvalues of H, and nearly always below `(1 + n / 25k + 0.9 /
+    sqrt(k)) sqrt(h)` for k vectors (docs/beyond-the-paper.md). `|Y|_F^2` is `k - k / h`.
     """
-    k = R.shape[-1]
-    inverse_root: Tensor = torch.linalg.vector_norm(R, dim=(-2, -1), keepdim=True)  # sqrt(k / h)
+    k, n = Y.shape[-2:]
     limit = max_norm / (1 + n / (25 * k) + 0.9 / math.sqrt(k))
-    return inverse_root.mul_(limit / math.sqrt(k)).clamp_(max=1)
+    norm = torch.linalg.vector_norm(Y, dim=(-2, -1), keepdim=True)
+    inverse_root_h: Tensor = (1 - norm.square_().div_(k)).clamp_(min=0).sqrt_()
+    return inverse_root_h.mul_(limit).clamp_(max=1)

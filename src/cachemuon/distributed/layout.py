@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from ..routing.layout import MatrixView
+
+T = TypeVar("T")
 
 IndexRanges = list[range]
 """Indices along one dimension, in ascending order."""
@@ -125,17 +127,9 @@ class ShardSlice(NamedTuple):
         shape = tuple(sum(map(len, along)) for along in ranges)
         return cls((), shape, tuple(_regions(ranges))) if prod(shape) else None
 
-    def read_from(self, whole: Tensor, out: Tensor) -> Tensor:
-        """Copy this slice of a whole matrix to `out`, which has its number of elements."""
-        part = out.view(self.shape)
-        for here, there in self.regions:
-            part[here].copy_(whole[there])
-        return part
-
-    def write_to(self, whole: Tensor, part: Tensor) -> None:
-        """Copy `part` into its place in a whole matrix."""
-        for here, there in self.regions:
-            whole[there].copy_(part.view(self.shape)[here])
+    def views(self, whole: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of a whole matrix and of this slice of it, which have the same elements."""
+        return [(whole[there], part.view(self.shape)[here]) for here, there in self.regions]
 
 
 def _regions(rest: Sequence[IndexRanges]) -> Iterator[tuple[Region, Region]]:
@@ -188,3 +182,28 @@ def assign_owners(costs: Sequence[OwnerCost], choices: Sequence[Sequence[int]], 
         load[rank] += cost.step * life + cost.refresh
         found[number] = rank
     return found
+
+
+def in_rounds(members: Sequence[T], owners: Sequence[int], shares: Sequence[float]) -> list[list[T]]:
+    """As many members at a time as their owners have room for, with work for every owner in each round.
+
+    `shares` are the parts of its owner's room that each takes; one that takes more is a round by itself.
+
+    >>> in_rounds("abcde", [0, 0, 0, 1, 1], [0.5] * 5)
+    [['a', 'b', 'd', 'e'], ['c']]
+    """
+    turns = Counter[int]()
+    order: list[tuple[int, int]] = []
+    for place, owner in enumerate(owners):
+        order.append((turns[owner], place))
+        turns[owner] += 1
+    rounds: list[list[int]] = []
+    room: dict[int, float] = {}
+    for _, place in sorted(order):
+        owner = owners[place]
+        if not rounds or (owner in room and room[owner] < shares[place]):
+            rounds.append([])
+            room = {}
+        rounds[-1].append(place)
+        room[owner] = room.get(owner, 1.0) - shares[place]
+    return [[members[place] for place in sorted(one)] for one in rounds]

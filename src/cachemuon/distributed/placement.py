@@ -16,8 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..engine.bucket import Matrix, is_dtensor
+from ..engine.kinds import Kind
 from ..engine.orthogonalize import Cached
-from ..engine.plan import Kind
 from .layout import IndexRanges, OwnerCost, ShardSlice, assign_owners, local_indices
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ FROM_RANKS = 4
 class Placement:
     """Where one matrix is: `slices` has what each rank of `ranks` stores of it, by the rank's place there.
 
-    `rank` is this rank's own place, `owner` that of the rank which solves for the matrix. A `replicated` matrix
-    is whole on every rank, and every rank keeps and applies its transform.
+    `rank` is this rank's own place, `owner` the place of the rank that solves for the matrix. Every rank has
+    the whole of a `replicated` matrix, and keeps and applies its transform.
     """
 
     ranks: tuple[int, ...]
@@ -43,6 +43,11 @@ class Placement:
     slices: dict[int, ShardSlice]
     owner: int
     replicated: bool
+
+    @property
+    def here(self) -> ShardSlice | None:
+        """What this rank stores of it; None if that is nothing."""
+        return self.slices.get(self.rank)
 
     @property
     def owned(self) -> bool:
@@ -68,14 +73,18 @@ class Placement:
         return frozenset(seen.values())
 
 
-def placements(kinds: Iterable[Kind]) -> dict[int, Placement]:
-    """The placement of each matrix that is shared, by its number in the plan."""
+def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Placement]:
+    """The placement of each matrix that is shared, by its number in the plan.
+
+    It is that of this rank; or of any other `rank`, and then nothing asks torch.distributed.
+    """
     by_ranks: dict[tuple[int, ...], list[Kind]] = {}
     for kind in kinds:
         if kind.ranks:
             by_ranks.setdefault(kind.ranks, []).append(kind)
     found: dict[int, Placement] = {}
     for ranks, members in by_ranks.items():
+        here = ranks.index(dist.get_rank() if rank is None else rank)
         matrices = [x for kind in members for x in kind.matrices]
         slices = [_slices(x, ranks) for x in matrices]
         sizes = [prod(x.layout.views[x.index].shape) for x in matrices]
@@ -88,7 +97,7 @@ def placements(kinds: Iterable[Kind]) -> dict[int, Placement]:
         for x, own, size, owner, reuses in zip(matrices, slices, sizes, owners, cached, strict=True):
             copies = len(own) == len(ranks) and all(part.size == size for part in own.values())
             replicated = reuses and copies and exchange_of(x.group, len(ranks)) == "transforms"
-            found[x.number] = Placement(ranks, ranks.index(dist.get_rank()), own, owner, replicated)
+            found[x.number] = Placement(ranks, here, own, owner, replicated)
     return found
 
 
@@ -146,7 +155,7 @@ def _slices(x: Matrix, ranks: tuple[int, ...]) -> dict[int, ShardSlice]:
 
 
 def _choices(slices: dict[int, ShardSlice], size: int, ranks: int) -> Sequence[int]:
-    """Which ranks may own a matrix of that size: those that have all of it, as an expert's, if any; else all."""
+    """Which ranks may own a matrix of that size: those that have all of it, as of an expert; else all."""
     return [rank for rank, part in slices.items() if part.size == size] or range(ranks)
 
 

@@ -91,6 +91,14 @@ class RankGroup:
         self.bytes_sent[what] += values.nbytes
         return values
 
+    def all_gather(self, what: str, own: Tensor, sizes: list[int]) -> list[Tensor]:
+        """The tensors of all ranks, one-dimensional and of these sizes, in the order of `ranks`."""
+        leaving, coming = [own.numel()] * self.size, list(sizes)
+        leaving[self.rank] = coming[self.rank] = 0
+        found = list(self.all_to_all(what, own.repeat(self.size - 1), leaving, coming).wait().split(coming))
+        found[self.rank] = own
+        return found
+
     def all_to_all(self, what: str, outgoing: Tensor, leaving: list[int], coming: list[int]) -> Arrival:
         """Send consecutive parts of `outgoing` to the ranks, of `leaving` elements each, in the order of
         `ranks`; `coming` elements arrive from each. Elements for this rank itself are not counted as sent.

@@ -24,8 +24,8 @@ def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
         return tensor
     part = ShardSlice.whole(index_ranges(param, where))
     own = tensor.new_empty(local(param).shape)
-    if part is not None:
-        part.read_from(tensor, own)
+    for of_whole, of_part in () if part is None else part.views(tensor, own):
+        of_part.copy_(of_whole)
     placed = mesh, param.placements
     return type(param).from_local(own, *placed, run_check=False, shape=param.shape, stride=param.stride())
 

@@ -13,9 +13,9 @@ LEAST = 0.1
 class DeviceCosts(NamedTuple):
     """What a price in FLOPs leaves out, for one kind of device, in FLOPs of large products that take as long.
 
-    `call`: to start one operation. `thin`: how much longer a FLOP takes in a product with a few vectors, which
-    is bound by memory. `element`: momentum, norm, decay and update, for each element of a matrix. `matrix`,
-    `cached`: what the host does for each matrix, and beyond that for each that is cached.
+    `call`: to start one operation. `thin`: how much longer a FLOP takes in a product with a few vectors,
+    which is bound by memory. `element`: momentum, norm, decay and update, for each element of a matrix.
+    `matrix`, `cached`: what the host does for each matrix, and beyond that for each that is cached.
     """
 
     call: int
@@ -29,12 +29,14 @@ MEASURED = {"cpu": DeviceCosts(call=1_500_000, thin=9, element=1100, matrix=11_0
 """Two cores in float32, where 1.5 MFLOP take 7 us: `python benchmarks/prices.py`."""
 
 ASSUMED = DeviceCosts(call=500_000_000, thin=12, element=2000, matrix=0, cached=0)
-"""Every other device, of which none was measured: 5 us for a launch, 100 TFLOP/s, 2 TB/s of memory, and a host
-that is ahead."""
+"""Every other device, of which none was measured: 5 us for a launch, 100 TFLOP/s, 2 TB/s of memory, and a
+host that is ahead.
+"""
 
 STEP_CALLS, SOLVE_CALLS, REUSE_CALLS, CLIP_CALLS = 55, 92, 81, 89
-"""How many operations every step takes, a solve beyond that, applying a transform, and clipping, by their time,
-from the same fit. The matrices of a bucket share them."""
+"""How many operations every step takes, a solve beyond that, applying a transform, and clipping, by their
+time, from the same fit. The matrices of a bucket share them.
+"""
 
 
 def saving(cost: ExecutedCost, max_age: int | None, count: int, device: str) -> float:
@@ -44,7 +46,7 @@ def saving(cost: ExecutedCost, max_age: int | None, count: int, device: str) -> 
 
     >>> saving(ExecutedCost(768, 3072), 10, count=12, device="cpu") > 0.5
     True
-    >>> saving(ExecutedCost(16, 16, restarts=1), 10, count=1, device="cpu") < 0
+    >>> saving(ExecutedCost(16, 16, restarts=1, rank=4), 10, count=1, device="cpu") < 0
     True
     """
     costs = MEASURED.get(device, ASSUMED)

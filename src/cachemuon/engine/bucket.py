@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch import Tensor, device, dtype
+import torch
+from torch import Tensor
 
 from ..newton_schulz.normalize import computed_in
 from ..routing.layout import MatrixLayout
@@ -29,7 +30,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-class Matrix(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Matrix:
     """One matrix: which one of which parameter, and its number in the plan.
 
     `place` is where it lies in what this rank has of the parameter; None if all of that is this matrix.
@@ -47,19 +49,22 @@ class Matrix(NamedTuple):
 class Bucket:
     """Matrices of one shape, dtype, device and settings, filled once.
 
-    On the device lie `factors (B, 4)` (`transfer.FACTORS`) and the random `block (n, columns)` of the transforms'
-    life; `lr` is a learning rate that lies there, by which the factors are still to be multiplied.
+    On the device lie `factors (B, 4)` (`transfer.FACTORS`) and the random `block (n, columns)` of the
+    transforms' life; `lr` is a learning rate that lies there, by which the factors are still to be
+    multiplied. `room` is the working memory that the bucket takes, and `limit` what it may take, in bytes.
     """
 
     matrices: tuple[Matrix, ...]
     rows: int
     cols: int
-    dtype: dtype
-    device: device
+    dtype: torch.dtype
+    device: torch.device
     orthogonalize: Orthogonalizer
     factors: Tensor
     block: Tensor | None
     lr: Tensor | None
+    room: int
+    limit: int
 
     @property
     def tall(self) -> bool:
@@ -67,9 +72,14 @@ class Bucket:
         return self.rows > self.cols
 
     @property
-    def precision(self) -> dtype:
+    def precision(self) -> torch.dtype:
         """The dtype that it is worked on in, and that of residuals."""
         return computed_in(self.dtype)
+
+    def alike(self, other: Bucket) -> bool:
+        """Whether the two may be worked on together."""
+        same = self.block is other.block and (self.dtype, self.device) == (other.dtype, other.device)
+        return same and self.orthogonalize.joins(other.orthogonalize)
 
     def wide(self, batch: Tensor) -> Tensor:
         """A batch `(B, rows, cols)` as `(B, n, m)` with n <= m, or the way back."""

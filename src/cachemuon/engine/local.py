@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from .readings import Readings
 
 def gradient(x: Matrix) -> Tensor:
     """The gradient of a matrix's parameter, in the parameter's dtype."""
-    grad: Any = x.param.grad
+    grad = x.param.grad
+    assert grad is not None
     return grad if grad.dtype == x.param.dtype else grad.to(x.param.dtype)
 
 
@@ -26,33 +26,53 @@ class Local:
     """Matrices that no other rank has anything to do with."""
 
     def __init__(self, plan: Plan, buckets: list[Bucket]) -> None:
-        self.plan, self.buckets = plan, buckets
+        self.plan, self.together = plan, grouped(buckets)
         self.readings = Readings(buckets)
 
-    def gather(self, outcomes: list[int]) -> Iterator[tuple[Bucket, Update]]:
+    def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:
         """Take in the gradient of every matrix that has one."""
         self.readings.clear()
-        for bucket in self.buckets:
-            rows = [row for row, x in enumerate(bucket.matrices) if x.param.grad is not None]
-            if not rows:
-                continue
-            matrices = [bucket.matrices[row] for row in rows]
-            U, peak = take_in(bucket, rows, self.plan)
-            wanted = [outcomes[x.number] for x in matrices]
-            update = normalized(bucket, rows, wanted, U, peak, self.plan.kept(bucket, matrices))
-            self.readings.note_peaks(bucket, update)
-            yield bucket, update
+        for buckets in self.together:
+            updates = [
+                self._update(bucket, rows, place, outcomes)
+                for place, bucket in enumerate(buckets)
+                if (rows := [row for row, x in enumerate(bucket.matrices) if x.param.grad is not None])
+            ]
+            if updates:
+                yield updates
 
-    def scatter(self, bucket: Bucket, update: Update, direction: Direction) -> None:
+    def _update(self, bucket: Bucket, rows: list[int], place: int, outcomes: list[int]) -> Update:
+        matrices = [bucket.matrices[row] for row in rows]
+        U, peak = take_in(bucket, rows, self.plan, place=place)
+        wanted = [outcomes[x.number] for x in matrices]
+        update = normalized(bucket, rows, wanted, U, peak, self.plan.kept(bucket, matrices))
+        self.readings.note_peaks(update)
+        return update
+
+    def scatter(self, direction: Direction) -> None:
         """Decay and update of the parameters."""
-        rows = [update.rows[row] for row in direction.rows]
-        finite = torch.isfinite(rows_of(update.peak, direction.rows)).flatten()
-        step_down(bucket, rows, bucket.wide(direction.D).unbind(0), finite)
-        self.readings.note(bucket, update, direction)
+        bucket, peak = direction.update.bucket, direction.update.peak
+        finite = torch.isfinite(rows_of(peak, direction.rows)).flatten()
+        step_down(bucket, direction.bucket_rows, bucket.wide(direction.D).unbind(0), finite)
+        self.readings.note(direction)
 
     def measured(self) -> Readings:
         """What the step has measured."""
         return self.readings
+
+
+def grouped(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """Buckets that are worked on together, as far as they fit their limit of working memory."""
+    found: list[list[Bucket]] = []
+    for bucket in buckets:
+        for group in found:
+            first, taken = group[0], sum(one.room for one in group)
+            if bucket.alike(first) and taken + bucket.room <= first.limit:
+                group.append(bucket)
+                break
+        else:
+            found.append([bucket])
+    return found
 
 
 def take_in(
@@ -61,17 +81,20 @@ def take_in(
     plan: Plan,
     gradient_of: Callable[[Matrix], Tensor] = gradient,
     finite: Tensor | None = None,
+    place: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The momentum of some rows takes in their gradients. Returns `U (B, rows, cols)` and `max|U|`.
 
-    `finite (B,)` says which gradients are finite on all ranks, where several have parts of a matrix.
+    `finite (B,)` says which gradients are finite on all ranks, where several have parts of a matrix. U lies
+    in the workspace, until the next call with the same `place`.
     """
+    plan.prepare(bucket, len(rows))
     matrices = [bucket.matrices[row] for row in rows]
     shape = bucket.rows, bucket.cols
     grads = [grad.reshape(shape) for grad in pieces(matrices, gradient_of)]
     momenta = [momentum.view(shape) for momentum in pieces(matrices, plan.momentum)]
     weight, share = (rows_of(bucket.factors, rows)[:, column].view(-1, 1, 1) for column in (2, 3))
-    return update_momentum(grads, momenta, weight, share, bucket.precision, plan.workspace, finite)
+    return update_momentum(grads, momenta, weight, share, bucket.precision, plan.workspace, finite, place)
 
 
 def normalized(
@@ -83,7 +106,7 @@ def normalized(
     gain = rows_of(bucket.factors, rows)[:, 0].view(-1, 1, 1) * finite
     if bucket.lr is not None:
         gain = gain * bucket.lr.to(gain.dtype)
-    return Update(rows, wanted, bucket.wide(U), scale, gain, peak, kept, bucket.block)
+    return Update(bucket, rows, wanted, bucket.wide(U), scale, gain, peak, kept, bucket.block)
 
 
 def step_down(bucket: Bucket, rows: list[int], steps: Iterable[Tensor], finite: Tensor) -> None:

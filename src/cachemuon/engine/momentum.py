@@ -1,7 +1,8 @@
 """What happens element by element: momentum before the orthogonalization, decay and update after it.
 
 Everything here works in the parameter's own layout, also for tall matrices, whose wide form is a transposed
-view: adding a matrix to one that lies the other way takes ten times as long. Nothing reads a tensor on the host.
+view: adding a matrix to one that lies the other way takes ten times as long. Nothing reads a tensor on the
+host.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ def update_momentum(
     dtype: torch.dtype,
     workspace: Workspace,
     finite: Tensor | None = None,
+    place: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Take gradients in. Returns `U (B, rows, cols)`, which is to be orthogonalized, and `max|U| (B, 1, 1)`.
 
     `weight` and `share (B, 1, 1)` are those of `weights`. A NaN or Inf is dealt with on the device: where
-    `max|U|` is not finite, or `finite (B,)` not set, the momentum stays as it is; U has zeros for a NaN or Inf.
+    `max|U|` is not finite, or `finite (B,)` not set, the momentum stays as it is; U has zeros for a NaN or
+    Inf.
     """
-    G = workspace.stack("gradient", grads, dtype)
+    role = f"gradient {place}"
+    G = workspace.stack(role, grads, dtype)
     M = workspace.stack("momentum", momenta, dtype)
     copied = len(grads) > 1 or momenta[0].dtype != dtype
-    U = torch.lerp(M, G, weight, out=G if copied else workspace.like("gradient", M))
+    U = torch.lerp(M, G, weight, out=G if copied else workspace.like(role, M))
     peak = peak_of(U)
     U.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     M.lerp_(U, share * (torch.isfinite(peak) if finite is None else finite.view(-1, 1, 1)))

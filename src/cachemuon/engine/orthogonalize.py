@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from ..cache.reuse import Repair
 from ..newton_schulz.solvers import Solver
 from ..newton_schulz.workspace import Workspace
 from ..report.counters import EXPIRED, FIRST, HIT, UNCACHED
+from .bucket import Bucket
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +25,13 @@ class Update:
     """What is orthogonalized at one step: `X = scale U (B, n, m)`, wide and normalized.
 
     Its `rows` are those of its bucket that take a step. U may be overwritten. A direction is multiplied by
-    `gain (B, 1, 1)`, which is `-lr ratio`, and 0 where a gradient is not finite; `peak (B, 1, 1)` is not finite
-    there, and 0 for a matrix of zeros. `kept` has what each matrix keeps from step to step, as a transform;
-    `outcomes` are those that the schedule wants; `block` has the random vectors of this life; `solved`
-    transforms of X that have been made already, on whichever rank.
+    `gain (B, 1, 1)`, which is `-lr ratio`, and 0 where a gradient is not finite; `peak (B, 1, 1)` is not
+    finite there, and 0 for a matrix of zeros. `kept` has what each matrix keeps from step to step, as a
+    transform; `outcomes` are those that the schedule wants; `block` has the random vectors of this life;
+    `solved` transforms of X that have been made already, on whichever rank.
     """
 
+    bucket: Bucket
     rows: list[int]
     outcomes: list[int]
     U: Tensor
@@ -50,9 +52,13 @@ class Update:
     def at(self, rows: list[int]) -> Update:
         """Some of its rows: views where they follow one another, else copies."""
         return Update(
+            self.bucket,
             [self.rows[row] for row in rows],
             [self.outcomes[row] for row in rows],
-            *(rows_of(batch, rows) for batch in (self.U, self.scale, self.gain, self.peak)),
+            rows_of(self.U, rows),
+            rows_of(self.scale, rows),
+            rows_of(self.gain, rows),
+            rows_of(self.peak, rows),
             [self.kept[row] for row in rows] if self.kept else [],
             self.block,
             None if self.solved is None else rows_of(self.solved, rows),
@@ -78,26 +84,39 @@ class Direction:
     `probed (B,)` are the residuals of cached directions, `refreshed` those of fresh ones with a transform.
     """
 
+    update: Update
     rows: list[int]
     D: Tensor
     probed: Tensor | None = None
     refreshed: Tensor | None = None
 
+    @property
+    def bucket_rows(self) -> list[int]:
+        """Which rows of the bucket these are."""
+        return [self.update.rows[row] for row in self.rows]
+
 
 class Orthogonalizer(Protocol):
-    """What a bucket asks at every step.
+    """What buckets ask at every step.
 
     Each matrix keeps an entry of its own in the state, if `entry` names one, of the shape that `kept_shape`
-    gives for a wide n x m matrix, in `kept_dtype`.
+    gives for a wide n x m matrix.
     """
 
-    entry: str | None
+    @property
+    def entry(self) -> str | None:
+        """The name of the entry."""
 
     def kept_shape(self, n: int, m: int) -> tuple[int, int]:
         """The shape of what a matrix keeps."""
 
-    def __call__(self, update: Update, step: int, workspace: Workspace) -> Iterator[Direction]:
-        """Directions for all rows of an update, each of which is used before the next one is asked for."""
+    def joins(self, other: Orthogonalizer) -> bool:
+        """Whether it can take updates of buckets of `other` together with its own, of matrices with as many
+        rows n.
+        """
+
+    def __call__(self, updates: Sequence[Update], step: int, workspace: Workspace) -> Iterator[Direction]:
+        """Directions for all rows of the updates, each of which is used before the next one is asked for."""
 
 
 class Uncached:
@@ -109,6 +128,10 @@ class Uncached:
         """Nothing."""
         return (0, 0)
 
+    def joins(self, other: Orthogonalizer) -> bool:
+        """Solvers work on one shape."""
+        return False
+
 
 @dataclass(frozen=True)
 class Fresh(Uncached):
@@ -116,18 +139,19 @@ class Fresh(Uncached):
 
     solver: Solver
 
-    def __call__(self, update: Update, step: int, workspace: Workspace) -> Iterator[Direction]:
+    def __call__(self, updates: Sequence[Update], step: int, workspace: Workspace) -> Iterator[Direction]:
         """All rows at once."""
-        D = self.solver.solve(update.U.mul_(update.scale), workspace).mul_(update.gain)
-        yield Direction(list(range(len(D))), D)
+        for update in updates:
+            D = self.solver.solve(update.U.mul_(update.scale), workspace).mul_(update.gain)
+            yield Direction(update, list(range(len(D))), D)
 
 
 @dataclass(frozen=True)
 class Cached:
     """Apply the cached transforms; solve for those matrices whose transform is due.
 
-    Nothing is read within a step. A residual above gamma bounds the step on the device, and the schedule knows
-    of it at the next one.
+    Nothing is read within a step. A residual above gamma bounds the step on the device, and the schedule
+    knows of it at the next one.
     """
 
     cache: CacheGNS
@@ -139,22 +163,30 @@ class Cached:
         """The transform's."""
         return (n, n)
 
-    def __call__(self, update: Update, step: int, workspace: Workspace) -> Iterator[Direction]:
+    def joins(self, other: Orthogonalizer) -> bool:
+        """Transforms are n x n, whatever the width of their matrices; the exact probe works on one shape."""
+        alike = isinstance(other, Cached) and (other.cache, other.gamma) == (self.cache, self.gamma)
+        return alike and self.cache.probe == "sketch"
+
+    def __call__(self, updates: Sequence[Update], step: int, workspace: Workspace) -> Iterator[Direction]:
         """Reused directions, refreshed ones, and those whose cache is suspended."""
-        if (reused := update.of(HIT)) is not None:
-            rows, some = reused
-            assert some.block is not None
-            Q = workspace.stack("transforms", some.kept, some.U.dtype)
-            D, residual = self.cache.reuse(
-                some.U, some.scale, some.gain, Q, some.block, self.gamma, workspace
-            )
-            yield Direction(rows, D, probed=residual)
-        yield from solved(self.cache, self.cheapest, update, workspace)
+        reused = [(update, *found) for update in updates if (found := update.of(HIT)) is not None]
+        if reused:
+            parts = [some for *_, some in reused]
+            block = parts[0].block
+            assert block is not None
+            U = [some.U for some in parts]
+            Q = workspace.stack("transforms", [kept for some in parts for kept in some.kept], U[0].dtype)
+            scale, gain = joined([some.scale for some in parts]), joined([some.gain for some in parts])
+            D, residual = self.cache.reuse(U, scale, gain, Q, block, self.gamma, workspace)
+            residuals = residual.split([len(one) for one in U])
+            for (update, rows, _), own, probed in zip(reused, D, residuals, strict=True):
+                yield Direction(update, rows, own, probed=probed)
+        for update in updates:
+            yield from solved(self.cache, self.cheapest, update, workspace)
 
 
-def solved(
-    cache: CacheGNS, cheapest: Solver, update: Update, workspace: Workspace
-) -> Iterator[Direction]:
+def solved(cache: CacheGNS, cheapest: Solver, update: Update, workspace: Workspace) -> Iterator[Direction]:
     """The rows that the schedule wants solved: with a new transform to keep, or, suspended, without."""
     if (due := update.of(FIRST, EXPIRED)) is not None:
         rows, some = due
@@ -165,20 +197,25 @@ def solved(
             D, Q = applied(cache, some, some.solved, workspace), some.solved
             residual = cache.recheck(D, some.block)
         keep(some.kept, Q, some.peak)
-        yield Direction(rows, D.mul_(some.gain), refreshed=residual)
+        yield Direction(update, rows, D.mul_(some.gain), refreshed=residual)
     if (suspended := update.of(UNCACHED)) is not None:
         rows, some = suspended
         if some.solved is None:
             D = cheapest.solve(some.U.mul_(some.scale), workspace)
         else:
             D = applied(cache, some, some.solved, workspace)
-        yield Direction(rows, D.mul_(some.gain))
+        yield Direction(update, rows, D.mul_(some.gain))
 
 
 def applied(cache: CacheGNS, update: Update, Q: Tensor, workspace: Workspace) -> Tensor:
     """`Q X`, as it is."""
     one = torch.ones_like(update.scale)
-    return cache.apply(update.U, update.scale, one, Q, Repair(one), workspace)
+    return cache.apply([update.U], update.scale, one, Q, Repair(one), workspace)[0]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Batches as one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def keep(kept: list[Tensor], made: Tensor, peak: Tensor) -> None:

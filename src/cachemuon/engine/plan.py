@@ -1,32 +1,30 @@
 """The plan of an optimizer: its matrices in buckets, and all that a step needs beside their state.
 
-It is a pure function of parameter groups and state, and is made again when these are not what it was made from.
+It is a pure function of parameter groups and state, and is made again when these are not what it was made
+from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..newton_schulz.normalize import computed_in
 from ..newton_schulz.workspace import Workspace, ceiling
-from ..report.counters import FIRST, HIT, OUTCOMES, entry_name
-from ..routing.layout import MatrixView, layout_of
+from ..report.counters import entry_name
 from .bucket import Bucket, Matrix, local
+from .kinds import Choice, Group, Kind, Method, RanksOf, kinds_of, matrices_of, on_device, settings_of
 from .momentum import lr_ratio, weights
-from .orthogonalize import Orthogonalizer
 from .readings import Readings
-from .schedule import MISSING, Life, Schedule
+from .schedule import MISSING, Schedule
 from .transfer import Block, DeviceValues, Readback
 
 State = dict[Tensor, dict[str, Any]]
-Group = dict[str, Any]
-
 
 WARN_NON_FINITE = (
     "a gradient has a NaN or Inf: that matrix, its momentum and its transform were left as they were for the "
@@ -35,64 +33,6 @@ WARN_NON_FINITE = (
 WARN_MISSING = (
     "a parameter has a gradient on some ranks and none on others: no rank steps it. This is said once."
 )
-
-
-class Prices(NamedTuple):
-    """FLOPs of one matrix by outcome: as executed, as the paper counts, and on a rank that has a copy and does
-    not own it; an outcome that is missing costs nothing. `solve` is the cheapest fresh solve.
-    """
-
-    executed: dict[str, int]
-    paper: dict[str, int]
-    copy: dict[str, int]
-    solve: int
-
-
-class Choice(NamedTuple):
-    """What is to be done with one kind of matrix.
-
-    `room` are the bytes that each takes in a batch; `why` tells why there is no cache.
-    """
-
-    orthogonalizer: Orthogonalizer
-    life: Life
-    room: int
-    prices: Prices
-    block: Block | None = None
-    why: str = ""
-
-    @property
-    def every_step(self) -> int:
-        """The FLOPs that a matrix takes at every step."""
-        always = HIT if self.life.always is None else self.life.always
-        return self.prices.executed.get(OUTCOMES[always], 0)
-
-    @property
-    def refresh(self) -> int:
-        """The FLOPs that a refresh adds."""
-        if self.life.always is not None:
-            return 0
-        return self.prices.executed.get(OUTCOMES[FIRST], 0) - self.every_step
-
-
-class Method(Protocol):
-    """What an optimizer adds to momentum and update: how its matrices are orthogonalized."""
-
-    settings: tuple[str, ...]
-    """The settings of a group that matrices of one bucket share; another plan is made when one changes."""
-
-    def choose(self, group: Group, param: Tensor, view: MatrixView, count: int) -> Choice:
-        """For a matrix of a parameter, of whose kind there are `count`."""
-
-
-@dataclass(eq=False)
-class Kind:
-    """Matrices of one shape, dtype, device and settings; which ranks share them; and what is done with them."""
-
-    matrices: list[Matrix]
-    ranks: tuple[int, ...]
-    choice: Choice
-    phases: list[int]
 
 
 @dataclass(eq=False)
@@ -116,16 +56,16 @@ class Plan:
         groups: list[Group],
         state: State,
         method: Method,
-        ranks_of: Callable[[Group, Tensor], tuple[int, ...]] = lambda group, param: (),
+        ranks_of: RanksOf = lambda group, param: (),
     ) -> None:
         self.groups, self.state, self.method = groups, state, method
-        self.key = _key(groups, method.settings)
+        self.key = settings_of(groups, method.settings)
         self.params = [param for group in groups for param in group["params"]]
         self.forms = [(param.shape, param.dtype, param.device) for param in self.params]
         self.device_types = {param.device.type for param in self.params}
         self.workspace = Workspace()
-        self.matrices = list(_matrices(groups))
-        self.kinds = list(self._kinds(ranks_of))
+        self.matrices = list(matrices_of(groups))
+        self.kinds = kinds_of(self.matrices, method, ranks_of)
         self.choices: dict[int, Choice] = {}  # by the matrix's number
         phases: dict[int, int] = {}
         for kind in self.kinds:
@@ -135,35 +75,13 @@ class Plan:
         self.schedule = Schedule(lives)
         self._values: list[tuple[DeviceValues, list[Matrix]]] = []
         self._factors: Any = None
-        self._sent: list[tuple[int, list[int], list[int], list[int], Readback]] = []
-        self._counters: dict[Tensor, Tensor] = {}  # what the state of each parameter has to have
+        self._sent: list[tuple[int, list[int], Tensor, list[int], Readback]] = []
+        # Counters and residuals of each parameter, before and after its state has them.
+        self._waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._begun: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for x in self.matrices:
             if x.index == 0:
                 self._adopt(x)
-
-    def _kinds(self, ranks_of: Callable[[Group, Tensor], tuple[int, ...]]) -> Iterator[Kind]:
-        alike: dict[Any, list[Matrix]] = {}
-        for x in self.matrices:
-            lr = x.group["lr"]
-            shared = tuple(x.group[name] for name in self.method.settings)
-            key = x.layout.views[x.index].sides, x.param.dtype, x.param.device, shared
-            alike.setdefault((ranks_of(x.group, x.param), key, id(lr) if on_device(lr) else 0), []).append(x)
-        due: dict[tuple[tuple[int, ...], int | None], list[Kind]] = {}
-        for (ranks, *_), matrices in alike.items():
-            first = matrices[0]
-            view = first.layout.views[first.index]
-            choice = self.method.choose(first.group, first.param, view, len(matrices))
-            kind = Kind(matrices, ranks, choice, [0] * len(matrices))
-            if choice.refresh:
-                due.setdefault((ranks, choice.life.max_age), []).append(kind)
-            yield kind
-        for (_, max_age), kinds in due.items():
-            if max_age is None:  # never due
-                continue
-            costs = [kind.choice.refresh for kind in kinds for _ in kind.matrices]
-            phases = iter(spread(costs, max_age + 1))
-            for kind in kinds:
-                kind.phases = [next(phases) for _ in kind.matrices]
 
     def chunks(
         self, kind: Kind, matrices: list[Matrix], share: int = 1, piece: tuple[int, int] | None = None
@@ -198,29 +116,37 @@ class Plan:
                 found[place] = _bucket(chunk, part, values)
         return [found[place] for place in range(len(chunks))]
 
-    def fits(self, groups: list[Group], state: State) -> bool:
-        """Whether these are what the plan was made from."""
+    def prepare(self, bucket: Bucket, rows: int) -> None:
+        """Make room for so many rows of a bucket: buckets of several shapes take turns in the workspace."""
+        first = bucket.matrices[0]
+        room = rows * self.choices[first.number].room
+        limit = ceiling(first.group["max_workspace_bytes"], first.param.device.type)
+        n, m = sorted((bucket.rows, bucket.cols))
+        self.workspace.prepare(rows, n, m, bucket.precision.itemsize, room, limit)
+
+    def fits(self, groups: list[Group]) -> bool:
+        """Whether these are what the plan was made from, and the state has all that it has counted."""
         params = [param for group in groups for param in group["params"]]
         return (
             groups is self.groups
-            and state is self.state
-            and self.key == _key(groups, self.method.settings)
+            and self.key == settings_of(groups, self.method.settings)
             and len(params) == len(self.params)
             and all(map(is_, params, self.params))
             and self.forms == [(param.shape, param.dtype, param.device) for param in params]
-            and all(
-                state[param].get("counters", own) is own
-                for param, own in self._counters.items()
-                if param in state
-            )
+            and all("counters" in self.state.get(param, ()) for param in self._begun)
+            and not any("counters" in self.state.get(param, ()) for param in self._waiting)
         )
 
     def fill(self, step: int) -> None:
         """Bring the numbers on the devices up to date."""
         now = [
-            (None if on_device(g["lr"]) else float(g["lr"]), *map(float, (g["weight_decay"], g["momentum"])))
-            for g in self.groups
-            if g["use_muon"]
+            (
+                float(g["weight_decay"]),
+                float(g["momentum"]),
+                g["nesterov"],
+                None if on_device(lr) else float(lr),
+            )
+            for g, lr in ((g, g["lr"]) for g in self.groups if g["use_muon"])
         ]
         changed, self._factors = now != self._factors, now
         for values, matrices in self._values:
@@ -230,23 +156,24 @@ class Plan:
     def learn(self) -> list[str]:
         """Take in what earlier steps have measured. Returns what the user should know of, as warnings."""
         told: list[str] = []
+        for param, tables in self._begun.items():
+            self._take_over(param, tables)
         while self._sent:
-            step, numbers, outcomes, present, readback = self._sent.pop(0)
+            step, outcomes, numbers, present, readback = self._sent.pop(0)
             values = readback.wait()
-            if not self.schedule.learn(step, numbers, outcomes, values):
+            readings = torch.empty_like(values).index_copy_(0, numbers, values)
+            if not self.schedule.learn(step, outcomes, readings):
                 told.append(WARN_NON_FINITE)
-            if present and any(values[[numbers.index(x) for x in present], 0] == MISSING):
+            if (readings[present, 0] == MISSING).any():
                 told.append(WARN_MISSING)
         return told
 
     def send(self, step: int, outcomes: list[int], measured: list[Readings]) -> None:
-        """Let what a step has measured begin its way to the host."""
-        numbers = [number for readings in measured for number in readings.numbers]
-        wanted = [outcomes[number] for number in numbers]
+        """Let what a step has measured of all matrices begin its way to the host."""
+        numbers = torch.cat([readings.order for readings in measured])
         present = [number for readings in measured for number in readings.present]
         tensors = [tensor for readings in measured for tensor in readings.tensors]
-        if numbers:
-            self._sent.append((step, numbers, wanted, present, Readback(_joined(tensors))))
+        self._sent.append((step, outcomes, numbers, present, Readback(_joined(tensors))))
 
     def momentum(self, x: Matrix) -> Tensor:
         """The momentum buffer of a matrix's parameter, made on first sight with what else its state needs."""
@@ -254,9 +181,8 @@ class Plan:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(x.param, memory_format=torch.contiguous_format)
         if "counters" not in state:
-            first, number = x.number - x.index, len(x.layout.views)
-            state["counters"] = self._counters[x.param]
-            state["residuals"] = self.schedule.residuals[first : first + number]
+            self._begun[x.param] = self._waiting.pop(x.param)
+            state["counters"], state["residuals"] = self._begun[x.param]
         momentum: Tensor = state["momentum_buffer"]
         return momentum
 
@@ -277,22 +203,36 @@ class Plan:
             found.append(state[name])
         return found
 
+    def entry_of(self, x: Matrix) -> str | None:
+        """The name of the state entry that a matrix keeps; None if it keeps nothing."""
+        entry = self.choices[x.number].orthogonalizer.entry
+        return None if entry is None else entry_name(entry, x.index, len(x.layout.views))
+
     def _adopt(self, x: Matrix) -> None:
-        """Take over the counters of a parameter: from now on its state has views of the plan's."""
+        """Count on from the state of a parameter, which from now on has views of the plan's counters."""
         state, number = self.state.get(x.param, {}), len(x.layout.views)
-        for entry, table in (("counters", self.schedule.counters), ("residuals", self.schedule.residuals)):
-            own = table[x.number : x.number + number]
-            if entry == "counters":
-                self._counters[x.param] = own
-            if entry not in state:
-                continue
-            if len(state[entry]) != number:
-                raise ValueError(
-                    f"view and split must stay as they were at the first step, got {number} matrices in a "
-                    f"parameter of shape {tuple(x.param.shape)} whose state has {len(state[entry])}"
-                )
-            own.copy_(state[entry])
-            state[entry] = own
+        rows = slice(x.number, x.number + number)
+        tables = self.schedule.counters[rows], self.schedule.residuals[rows]
+        if "counters" not in state:
+            self._waiting[x.param] = tables
+            return
+        if len(state["counters"]) != number:
+            raise ValueError(
+                f"view and split must stay as they were at the first step, got {number} matrices in a "
+                f"parameter of shape {tuple(x.param.shape)} whose state has {len(state['counters'])}"
+            )
+        self._begun[x.param] = tables
+        self._take_over(x.param, tables)
+
+    def _take_over(self, param: Tensor, tables: tuple[Tensor, Tensor]) -> None:
+        """Let the state of a parameter have the plan's counters, with the values that it has: they were
+        loaded, or moved to a device and back.
+        """
+        state = self.state.get(param, {})
+        for entry, own in zip(("counters", "residuals"), tables, strict=True):
+            if state.get(entry, own) is not own:
+                own.copy_(state[entry])
+                state[entry] = own
 
 
 def _bucket(chunk: Chunk, factors: Tensor, values: DeviceValues) -> Bucket:
@@ -306,13 +246,9 @@ def _bucket(chunk: Chunk, factors: Tensor, values: DeviceValues) -> Bucket:
         factors,
         None if chunk.block is None else values.blocks[chunk.block],
         first.group["lr"] if on_device(first.group["lr"]) else None,
+        len(chunk.matrices) * chunk.choice.room,
+        ceiling(first.group["max_workspace_bytes"], first.param.device.type),
     )
-
-
-def entry_of(plan: Plan, x: Matrix) -> str | None:
-    """The name of the state entry that a matrix keeps; None if it keeps nothing."""
-    entry = plan.choices[x.number].orthogonalizer.entry
-    return None if entry is None else entry_name(entry, x.index, len(x.layout.views))
 
 
 def kept_dtype(x: Matrix) -> torch.dtype:
@@ -321,7 +257,7 @@ def kept_dtype(x: Matrix) -> torch.dtype:
     return chosen or computed_in(x.param.dtype)
 
 
-def factors(x: Matrix) -> tuple[float, float, float, float]:
+def factors(x: Matrix) -> tuple[float, ...]:
     """`-lr ratio`, `1 - lr weight_decay`, and the weights of momentum; for an lr that lies on a device, those
     for an lr of 1.
     """
@@ -331,51 +267,16 @@ def factors(x: Matrix) -> tuple[float, float, float, float]:
     if group["transposed"]:
         outputs, inputs = inputs, outputs
     ratio = lr_ratio(group["adjust_lr_fn"], outputs, inputs)
-    return -lr * ratio, 1 - lr * float(group["weight_decay"]), *weights(float(group["momentum"]), group["nesterov"])
-
-
-def spread(weights: list[int], places: int) -> list[int]:
-    """A place for each weight, in their order, so that all places have about the same sum.
-
-    >>> spread([3, 3, 1, 1, 1, 1, 1, 1], 4)
-    [0, 1, 2, 2, 2, 3, 3, 3]
-    """
-    total, before, found = sum(weights), 0, []
-    for weight in weights:
-        found.append((2 * before + weight) * places // (2 * total))  # where its middle lies
-        before += weight
-    return found
-
-
-def on_device(value: Any) -> bool:
-    """Whether a setting is a tensor that lies on a device, and must not be read."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"
-
-
-def _matrices(groups: list[Group]) -> Iterator[Matrix]:
-    number = 0
-    for group in groups:
-        for param in group["params"] if group["use_muon"] else ():
-            if param.numel():  # others are never stepped
-                layout = layout_of(group, param)
-                for index in range(len(layout.views)):
-                    yield Matrix(param, group, layout, index, number)
-                    number += 1
-
-
-def _key(groups: list[Group], settings: tuple[str, ...]) -> list[Any]:
-    """What a plan depends on beside the parameters themselves."""
-    names = (*settings, "view", "split", "transposed", "max_workspace_bytes", "adjust_lr_fn", "process_group")
-    return [
-        (*(group[name] for name in names), id(group["lr"]) if on_device(group["lr"]) else 0)
-        for group in groups
-        if group["use_muon"]
-    ]
+    return (
+        -lr * ratio,
+        1 - lr * float(group["weight_decay"]),
+        *weights(float(group["momentum"]), group["nesterov"]),
+    )
 
 
 def _joined(readings: list[Tensor]) -> Tensor:
-    """Tensors of any devices as one, on one that is not the host's where there is any: a copy to the host that
-    nobody waits for would be read before it has arrived.
+    """Tensors of any devices as one, on one that is not the host's where there is any: a copy to the host
+    that nobody waits for would be read before it has arrived.
     """
     if len(readings) == 1:
         return readings[0]

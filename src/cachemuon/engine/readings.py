@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -47,21 +49,25 @@ class Readings:
         self.numbers += numbers
         self.tensors.append(torch.zeros(len(numbers), len(COLUMNS), dtype=dtype, device=device))
 
+    @cached_property
+    def order(self) -> Tensor:
+        """The numbers of the matrices, on the host."""
+        return torch.tensor(self.numbers, dtype=torch.int64, device="cpu")
+
     def clear(self) -> None:
         """Nothing has taken a step."""
         for tensor in self.tensors:
             tensor.zero_()[:, PEAK].fill_(MISSING)
 
-    def note_peaks(self, bucket: Bucket, update: Update) -> None:
+    def note_peaks(self, update: Update) -> None:
         """These rows take a step, and so large is what they orthogonalize."""
-        _write(self._of[bucket], update.rows, PEAK, update.peak)
+        _write(self._of[update.bucket], update.rows, PEAK, update.peak)
 
-    def note(self, bucket: Bucket, update: Update, direction: Direction) -> None:
+    def note(self, direction: Direction) -> None:
         """The residuals of some rows of an update."""
-        rows = [update.rows[row] for row in direction.rows]
         for column, residual in ((PROBED, direction.probed), (REFRESHED, direction.refreshed)):
             if residual is not None:
-                _write(self._of[bucket], rows, column, residual)
+                _write(self._of[direction.update.bucket], direction.bucket_rows, column, residual)
 
 
 def _write(readings: Tensor, rows: list[int], column: int, values: Tensor) -> None:

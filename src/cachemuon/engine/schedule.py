@@ -1,8 +1,8 @@
 """The refresh schedule: what the host knows of every matrix, and what it wants done at a step.
 
-A transform lives for `max_age` steps, and each matrix is refreshed every `max_age + 1` steps, at the steps that
-its phase says. So what a step does follows from its number. What a step measured is read when the next one
-begins: a matrix whose residual was above gamma is solved fresh for 32 steps, then for 64, up to 1,024.
+A transform lives for `max_age` steps, and each matrix is refreshed every `max_age + 1` steps, at the steps
+that its phase says. So what a step does follows from its number. What a step measured is read when the next
+one begins: a matrix whose residual was above gamma is solved fresh for 32 steps, then for 64, up to 1,024.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ MISSING = -1.0
 
 
 class Life(NamedTuple):
-    """How long the transforms of one matrix live: `max_age` steps, refreshed where `step + phase` is a multiple of
-    `max_age + 1`; a residual above `gamma` ends one. A matrix without a cache has one outcome, always.
+    """How long the transforms of one matrix live: `max_age` steps, refreshed where `step + phase` is a
+    multiple of `max_age + 1`; a residual above `gamma` ends one. A matrix without a cache has one outcome,
+    always. Without a phase the plan chooses one, so that all steps cost the same.
     """
 
     max_age: int | None = None
-    phase: int = 0
+    phase: int | None = None
     gamma: float = math.inf
     always: int | None = None  # an outcome
 
@@ -57,12 +58,19 @@ class Life(NamedTuple):
 class Schedule:
     """Counters and residuals of all matrices, and what follows from them.
 
+    >>> from cachemuon.report.counters import OUTCOMES
     >>> schedule = Schedule([Life(max_age=2, phase=1)])
     >>> for step in range(1, 6):
     ...     outcomes = schedule.outcomes(step)
-    ...     print(OUTCOMES[outcomes[0]], end=" ")
-    ...     schedule.learn(step, [0], outcomes, torch.ones(1, 3, dtype=torch.float64))
-    first expired hit hit expired 
+    ...     peak, probed, refreshed = 1.0, 0.5, float(outcomes[0] != HIT)
+    ...     readings = torch.tensor([[peak, probed, refreshed]], dtype=torch.float64)
+    ...     finite = schedule.learn(step, outcomes, readings)
+    ...     print(step, OUTCOMES[outcomes[0]])
+    1 first
+    2 expired
+    3 hit
+    4 hit
+    5 expired
     """
 
     def __init__(self, lives: Sequence[Life]) -> None:
@@ -71,7 +79,7 @@ class Schedule:
         self.residuals = torch.full((len(lives), len(RESIDUALS)), math.nan, dtype=torch.float64, device="cpu")
         ages = [FOREVER if life.max_age is None else life.max_age for life in lives]
         self._max_age = torch.tensor(ages, dtype=torch.int64, device="cpu")
-        self._phase = torch.tensor([life.phase for life in lives], dtype=torch.int64, device="cpu")
+        self._phase = torch.tensor([life.phase or 0 for life in lives], dtype=torch.int64, device="cpu")
         self._gamma = torch.tensor([life.gamma for life in lives], dtype=torch.float64, device="cpu")
         self._always = [life.always for life in lives]
         self.all_fixed = all(outcome is not None for outcome in self._always)
@@ -87,33 +95,43 @@ class Schedule:
         pairs = zip(wanted.tolist(), self._always, strict=True)
         return [now if always is None else always for now, always in pairs]
 
-    def learn(self, step: int, taken: list[int], wanted: list[int], readings: Tensor) -> bool:
-        """Count what a step did: of the matrices that took it, what was wanted, and what was measured. Returns
-        whether all their gradients were finite.
+    def learn(self, step: int, wanted: list[int], readings: Tensor) -> bool:
+        """Count what a step did: what was wanted of each matrix, and what was measured. Returns whether all
+        gradients were finite.
 
-        `readings (len(taken), 3)` are `max|U|`, the residual of a cached direction, and that of a fresh one
-        with a transform; 0 where there is none.
+        `readings (N, 3)` are `max|U|`, or `MISSING` where no step was taken; the residual of a cached
+        direction; and that of a fresh one with a transform; 0 where there is none.
         """
-        numbers, outcome = torch.tensor(taken), torch.tensor(wanted)
+        outcome = torch.tensor(wanted)
         peak, probed, refreshed = readings.unbind(1)
         stepped, finite = peak != MISSING, torch.isfinite(peak)
+        good = stepped & finite
         if not self.all_fixed:
-            good = stepped & finite
-            outcome = torch.where((outcome == HIT) & (refreshed != 0), REJECTED, outcome)
-            over = good & (outcome == HIT) & (peak > 0) & ~(probed <= self._gamma[numbers])
-            used, made = good & (probed != 0), good & (refreshed != 0)
-            self.residuals[numbers[used], PROBED] = probed[used]
-            self.residuals[numbers[made], REFRESHED] = refreshed[made]
-            self.counters[numbers[made], MADE] = torch.where(peak[made] > 0, step, NEVER)
-            self.counters[numbers[made & (outcome == EXPIRED)], WAIT] = 0  # a whole life: all is well again
-            outcome = torch.where(over, BOUNDED, outcome)
-            for number, suspend in zip(taken, over.tolist(), strict=True):
-                if suspend:
-                    self._suspend(number, step)
-        outcome = torch.where(finite, outcome, NON_FINITE)[stepped]
-        self.counters[numbers[stepped], outcome] += 1
-        self.counters[numbers[stepped], LAST] = outcome
+            outcome = self._learn_residuals(step, outcome, good, peak, probed, refreshed)
+        outcome = torch.where(finite, outcome, NON_FINITE).unsqueeze(1)
+        self.counters.scatter_add_(1, outcome, stepped.unsqueeze(1).long())
+        last = self.counters[:, LAST]
+        last.copy_(torch.where(stepped, outcome.squeeze(1), last))
         return bool(finite.all())
+
+    def _learn_residuals(
+        self, step: int, wanted: Tensor, good: Tensor, peak: Tensor, probed: Tensor, refreshed: Tensor
+    ) -> Tensor:
+        """What transforms were made, which are not good enough, and what happened instead of what was
+        wanted.
+        """
+        made = good & (refreshed != 0)
+        hit = wanted == HIT
+        over = good & hit & ~made & (peak > 0) & ~(probed <= self._gamma)
+        for column, residual, known in ((PROBED, probed, good & (probed != 0)), (REFRESHED, refreshed, made)):
+            before = self.residuals[:, column]
+            before.copy_(torch.where(known, residual, before))
+        before = self.counters[:, MADE]
+        before.copy_(torch.where(made, torch.where(peak > 0, step, NEVER), before))
+        self.counters[:, WAIT].masked_fill_(made & (wanted == EXPIRED), 0)  # a whole life: all is well again
+        for number in torch.nonzero(over).flatten().tolist() if over.any() else ():
+            self._suspend(number, step)
+        return torch.where(over, BOUNDED, torch.where(hit & made, REJECTED, wanted))
 
     def _suspend(self, number: int, step: int) -> None:
         """Solve a matrix fresh for a while: its transform is not good enough."""
@@ -121,4 +139,3 @@ class Schedule:
         row[WAIT] = min(max(first, 2 * int(row[WAIT])), longest)
         row[UNTIL] = step + row[WAIT]
         row[MADE] = NEVER
-

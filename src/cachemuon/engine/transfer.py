@@ -1,8 +1,9 @@
 """What crosses between host and device: at most one upload in a step, and one reading that nobody waits for.
 
-`torch.tensor(list, device=...)`, `.item()`, `tolist` of a tensor on a device and copies to the host make the host
-wait until the device has done all its work. What a step knows on the host goes to the device in one copy from
-pinned memory, where it has changed; what the device measures arrives beside the work that follows (`Readback`).
+`torch.tensor(list, device=...)`, `.item()`, `tolist` of a tensor on a device and copies to the host make the
+host wait until the device has done all its work. What a step knows on the host goes to the device in one copy
+from pinned memory, where it has changed; what the device measures arrives beside the work that follows
+(`Readback`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Block(NamedTuple):
 
 
 class DeviceValues:
-    """The host's numbers for one device and dtype, in one tensor there: factors of each matrix, random blocks;
-    and beside it what a step measures of each matrix: `max|U|`, and the residual.
+    """The host's numbers for one device and dtype, in one tensor there: factors of each matrix, random
+    blocks; and beside it what a step measures of each matrix: `max|U|`, and the residual.
 
     >>> values = DeviceValues(torch.device("cpu"), torch.float32, 2, [Block(4, 3, seed=0, period=11)])
     >>> values.fill([(1.0, 1.0, 1.0, 1.0)] * 2, step=1)
@@ -108,7 +109,7 @@ class Readback:
 
 
 def _pinned(like: Tensor) -> Tensor:
-    """Memory of the host that a device copies from and to by itself. New for each copy: torch's allocator gives
-    it away again only when that copy is done.
+    """Memory of the host that a device copies from and to by itself. New for each copy: torch's allocator
+    gives it away again only when that copy is done.
     """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

@@ -50,7 +50,7 @@ def holds(dtype: torch.dtype, schedule: Schedule) -> bool:
     Their entries go up to its gain, where they meet directions that are zero in the matrix that they were
     made for. What rounding loses there, `gain eps / 2`, must not be much longer than a direction.
 
-    >>> from cachemuon import DEEPSEEK_V4
+    >>> from cachemuon import DEEPSEEK_V4, GRAM
     >>> holds(torch.float16, GRAM), holds(torch.float16, DEEPSEEK_V4)  # gains of 804 and 79,263
     (True, False)
     """

@@ -97,6 +97,7 @@ class GramNS(Solver):
     iterations after every third from there; no restart where it would only cost time: in float64, and in
     float32 for n >= 512, m >= 1.5 n and at most five iterations.
 
+    >>> from cachemuon import normalize
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     >>> direction, transform = GramNS().with_transform(M)
     >>> bool(torch.dist(direction, transform @ normalize(M)) < 1e-5)

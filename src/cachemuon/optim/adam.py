@@ -19,7 +19,10 @@ ADAM_DEFAULTS: dict[str, Any] = {
     "decoupled_weight_decay": True,
     "fused": True,
 }
-"""The settings of a group with `use_muon=False`; it inherits none of Muon's."""
+"""The settings of a group with `use_muon=False`; it inherits none of Muon's.
+
+Schedulers that move the momentum, as OneCycleLR, write `momentum` into every group. Here it stands for beta1.
+"""
 
 
 def adam_step(group: dict[str, Any], params: list[Tensor], state: dict[Tensor, dict[str, Any]]) -> None:
@@ -37,7 +40,7 @@ def adam_step(group: dict[str, Any], params: list[Tensor], state: dict[Tensor, d
 
 
 def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> None:
-    beta1, beta2 = group["betas"]
+    lr, (beta1, beta2) = group["lr"], group["betas"]
     # The fused kernel would walk over the gaps of one that is every second column of a tensor.
     dense = [param if _without_gaps(param) else param.clone() for param in params]
     pairs = [(one, param.grad) for one, param in zip(dense, params, strict=True)]
@@ -52,11 +55,11 @@ def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, An
         fused=group["fused"],
         decoupled_weight_decay=group["decoupled_weight_decay"],
         amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
+        beta1=float(group.get("momentum", beta1)),
+        beta2=float(beta2),
+        lr=lr if isinstance(lr, Tensor) else float(lr),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
         maximize=False,
     )
     for param, one in zip(params, dense, strict=True):

@@ -7,6 +7,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from ..distributed.connect import Connections
 from ..distributed.placement import Placement, placements, ranks_of
 from ..distributed.rank_group import as_process_group
-from ..engine.plan import Choice, Plan
+from ..engine.kinds import Choice
+from ..engine.plan import Plan
 from ..engine.step import Exchange, take_step
 from ..newton_schulz.normalize import full_precision
 from ..newton_schulz.schedules import Schedule
@@ -24,22 +26,30 @@ from ..newton_schulz.solvers import Solver
 from ..report import summary
 from ..report.counters import Event
 from ..routing.layout import MatrixView
+from ..routing.names import named_params
 from . import checkpoint
 from .adam import ADAM_DEFAULTS, adam_step
-from .settings import check_adam_group, check_muon_group, check_once, check_param, named_params, shorthand
+from .settings import check_adam_group, check_muon_group, check_once, check_param, shorthand
 
 logger = logging.getLogger("cachemuon")
 
 
 class MatrixOptimizer(Optimizer):
-    """Momentum, decay and update for matrices, Adam for the rest; subclasses say how matrices are orthogonalized.
+    """Momentum, decay and update for matrices, Adam for the rest; subclasses say how matrices are
+    orthogonalized.
 
-    Everything that must survive is in `param_groups` and `state`: torch drops an optimizer's other attributes in
-    `deepcopy` and pickling. The plan and the exchanges are made from these, and made again when they change.
+    Everything that must survive is in `param_groups` and `state`: torch drops an optimizer's other attributes
+    in `deepcopy` and pickling. The plan and the exchanges are made from these, and made again when they
+    change.
     """
 
     settings: tuple[str, ...] = ("solver", "eps")
     """The settings that matrices must share to be worked on together."""
+
+    around_matrices: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What makes the context that each step enters for its matrices, after Adam: for a clock or a
+    profiler.
+    """
 
     def __init__(
         self, params: ParamsT, solver: Solver, eps: float | None, process_group: Any, **settings: Any
@@ -154,8 +164,10 @@ class MatrixOptimizer(Optimizer):
                     if group["use_muon"]:
                         group["step"] = number
                 if not self._exchanges:
-                    self._exchanges = self._connections.exchanges(plan)
-                self._warn_once(take_step(plan, self._exchanges, number))
+                    self._exchanges = self._connections.exchanges(plan, self._placements())
+                with self.around_matrices():
+                    messages = take_step(plan, self._exchanges, number)
+                self._warn_once(messages)
         return loss
 
     def _with_grad(self, number: int, group: dict[str, Any]) -> list[Tensor]:
@@ -171,14 +183,18 @@ class MatrixOptimizer(Optimizer):
     def _plan(self) -> Plan:
         """The plan for groups and state as they are now."""
         plan = self._made
-        if plan is None or not plan.fits(self.param_groups, self.state):
-            if plan is not None:
-                self._warn_once(plan.learn())
+        if plan is not None:
+            plan.state = self.state
+        if plan is None or not plan.fits(self.param_groups):
+            self._learn()
             for group in self.param_groups:
                 if group["use_muon"]:
                     self.check_group(group)
             plan = self._made = Plan(self.param_groups, self.state, self, ranks_of)
             self._exchanges, self._placed = [], None
+            counts = summary.counted(plan)  # fewer where the state was cleared
+            before = self._reported.items()
+            self._reported = {name: row for name, row in before if sum(row) <= sum(counts.get(name, ()))}
             if plan.kinds and all(kind.choice.why for kind in plan.kinds):
                 logger.info("no matrix is cached; print(optimizer.explain()) tells why of each")
         return plan
@@ -192,6 +208,7 @@ class MatrixOptimizer(Optimizer):
     def _learn(self) -> None:
         """Bring the counters up to date with what is still on its way to the host."""
         if self._made is not None:
+            self._made.state = self.state
             self._warn_once(self._made.learn())
 
     def _warn_once(self, texts: list[str]) -> None:
@@ -232,10 +249,10 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a state: of `Muon` or `CacheMuon`, or of another optimizer (docs/migration.md).
 
-        The live solvers stay, with a warning if their text differs from the saved one. Settings that the saved
-        groups lack stay as they are. From another optimizer, momentum and Adam's moments are taken over, and all
-        settings stay, with one warning that names those that differ. Nothing of `state_dict` is shared or
-        changed; a load that is refused changes nothing.
+        The live solvers stay, with a warning if their text differs from the saved one. Settings that the
+        saved groups lack stay as they are. From another optimizer, momentum and Adam's moments are taken
+        over, and all settings stay, with one warning that names those that differ. Nothing of `state_dict` is
+        shared or changed; a load that is refused changes nothing.
         """
         self._learn()
         checkpoint.load(self, state_dict, super().load_state_dict)

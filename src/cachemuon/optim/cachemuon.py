@@ -13,8 +13,8 @@ from ..cache.gns import CacheGNS, check_gate
 from ..distributed.placement import EXCHANGES
 from ..engine.break_even import LEAST, saving
 from ..engine.gated import Gated
+from ..engine.kinds import Choice, Prices
 from ..engine.orthogonalize import Cached, Fresh
-from ..engine.plan import Choice, Prices
 from ..engine.schedule import Life
 from ..engine.transfer import Block
 from ..flops import OUTCOMES, ExecutedCost, executed_by, paper_cost
@@ -35,25 +35,31 @@ class CacheMuon(MatrixOptimizer):
     """Muon that reuses the left transform of an earlier solve, and repairs what it over-amplifies.
 
     The transform Q of a matrix's last solve is applied to its new momentum, and the directions that Q
-    over-amplifies are cut to a singular value of about 1 (`cache.reuse` has the formulas). Each matrix is solved
-    again every `max_age + 1` steps; the solves of different matrices fall on different steps. No step reads from
-    the device. `CacheMuon.paper` is the paper's own algorithm.
+    over-amplifies are cut to a singular value of about 1 (`cache.reuse` has the formulas). Each matrix is
+    solved again every `max_age + 1` steps; the solves of different matrices fall on different steps. No step
+    reads from the device. `CacheMuon.paper` is the paper's own algorithm.
 
     Arguments that torch.optim.Muon has too keep torch's meanings and defaults. The others:
 
     - `max_age`: for how many steps a transform is reused. With 0 a group is never cached.
-    - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1, and its matrix is
+    - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1, and its
+    matrix is
       solved fresh for the next 32 steps, after the next such residual for 64, up to 1,024.
     - `clip`: the fraction of the rows whose directions may be cut; None: an eighth, more for small matrices.
-    - `max_norm`: the spectral norm that a cached direction is shortened to where it is longer; None: no limit.
-    - `gate`: "schedule", or "residual": measure each cached direction, read its residual on the host, and solve
+    - `max_norm`: the spectral norm that a cached direction is shortened to where it is longer; None: no
+    limit.
+    - `gate`: "schedule", or "residual": measure each cached direction, read its residual on the host, and
+    solve
       again where it is above gamma (Algorithms A.4 and A.5). `max_age=None` then means no limit.
-    - `probe`: "sketch" estimates the residual from `vectors` random vectors drawn from `seed`; "exact" computes
+    - `probe`: "sketch" estimates the residual from `vectors` random vectors drawn from `seed`; "exact"
+    computes
       it, and goes with `clip=0`.
-    - `cache_all`: cache every matrix, even where a fresh solve is faster. `min_rows`: never cache a matrix whose
+    - `cache_all`: cache every matrix, even where a fresh solve is faster. `min_rows`: never cache a matrix
+    whose
       smaller side is below it.
     - `cache_dtype`: `torch.float16` keeps transforms in half the bytes (docs/memory.md).
-    - `process_group`: the ranks that have copies of plain parameters, as under DistributedDataParallel. Sharded
+    - `process_group`: the ranks that have copies of plain parameters, as under DistributedDataParallel.
+    Sharded
       parameters (FSDP2, tensor parallel) are recognized. Each matrix has one owner rank, which solves for it.
     - `exchange`: what owners send to ranks with copies: "transforms", which all ranks apply, or "directions",
       which takes fewer FLOPs and more bytes; None: directions from 4 ranks on (docs/distributed.md).
@@ -142,33 +148,35 @@ class CacheMuon(MatrixOptimizer):
         if taken := sorted(added.intersection(settings)):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
         settings = {"weight_decay": 1e-4, "nesterov": False, "adjust_lr_fn": "none", **settings}
-        paper = {"gate": "residual", "probe": "exact", "max_age": None, "clip": 0.0, "cache_all": True}
-        return cls(params, lr=lr, gamma=gamma, **paper, **settings)
+        settings |= {"gate": "residual", "probe": "exact", "max_age": None, "clip": 0.0, "cache_all": True}
+        return cls(params, lr=lr, gamma=gamma, **settings)
 
     def choose(self, group: dict[str, Any], param: Tensor, view: MatrixView, count: int) -> Choice:
         """A matrix is cached where that pays for its shape, number and device."""
         solver, (n, m) = group["solver"], view.wide
         cache, cost = cache_of(group), cost_of(group, param, view)
         dtype, size = solver.precision(param), computed_in(param.dtype).itemsize
-        cheapest, paper, room = cheaper(solver, n, m, dtype), paper_cost(solver, n, m), solve_bytes(n, m, size)
-        if why := _why_not_cached(group, cost, count, param.device.type):
-            prices = Prices({"uncached": cost.baseline}, {"uncached": paper.baseline}, {}, cost.baseline)
-            return Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
+        cheapest, paper, room = (
+            cheaper(solver, n, m, dtype),
+            paper_cost(solver, n, m),
+            solve_bytes(n, m, size),
+        )
         executed, by_paper = ({one: model.price_of(one) for one in OUTCOMES} for model in (cost, paper))
         copy = {one: cost.price_of_copy({one: 1}) for one in OUTCOMES}
-        life = Life(group["max_age"], gamma=float(group["gamma"]))
-        columns, period = cache.columns(n), 1
-        if scheduled := group["gate"] == "schedule":
-            period = 1 if life.max_age is None else life.max_age + 1
+        prices = Prices(executed, by_paper, copy, cost.baseline)
+        if why := _why_not_cached(group, cost, count, param.device.type):
+            return Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
+        life, block = Life(group["max_age"], gamma=float(group["gamma"])), block_of(group, n)
         return Choice(
-            (Cached if scheduled else Gated)(cache, life.gamma, cheapest),
+            (Cached if group["gate"] == "schedule" else Gated)(cache, life.gamma, cheapest),
             life,
-            max(room, hit_bytes(n, m, columns, size)) + n * n * size,
-            Prices(executed, by_paper, copy, cost.baseline),
-            Block(n, columns, group["seed"], period),
+            max(room, hit_bytes(n, m, block.columns, size)) + n * n * size,
+            prices,
+            block,
         )
 
     def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse settings of a Muon group that are out of range."""
         super().check_group(group)
         check_gate(group["gamma"], group["max_age"])
         if not isinstance(group["solver"], GramNS):
@@ -193,6 +201,14 @@ class CacheMuon(MatrixOptimizer):
 def cache_of(group: dict[str, Any]) -> CacheGNS:
     """The solver with the settings of a parameter group."""
     return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"], group["max_norm"])
+
+
+def block_of(group: dict[str, Any], n: int) -> Block:
+    """The random vectors of matrices with n rows: drawn once for each life of the schedule; with the paper's
+    gate, which has no schedule, at every step.
+    """
+    period = group["max_age"] + 1 if group["gate"] == "schedule" else 1
+    return Block(n, cache_of(group).columns(n), group["seed"], period)
 
 
 def cost_of(group: dict[str, Any], param: Tensor, view: MatrixView) -> ExecutedCost:

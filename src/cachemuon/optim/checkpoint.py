@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
 from ..distributed.state import sharded_as
+from ..routing.names import named_params
 from .adam import laid_out_as
 from .import_state import convert
 from .settings import (
@@ -20,7 +21,6 @@ from .settings import (
     check_form,
     check_param,
     check_step,
-    named_params,
 )
 
 if TYPE_CHECKING:
@@ -47,21 +47,27 @@ def _as_plain(_: Optimizer, packed: StateDict) -> None:
         if "process_group" in group:  # of this process: the one that loads has its own
             group["process_group"] = None
         for key, value in group.items():
-            if isinstance(value, Real) and type(value) not in (bool, int, float):  # numpy's
-                group[key] = float(value)
+            group[key] = _plain(value)
 
 
-def load(
-    optimizer: MatrixOptimizer, state_dict: StateDict, unpack: Callable[[StateDict], None]
-) -> None:
+def _plain(value: Any) -> Any:
+    """A number of numpy's as one of Python's, also within a tuple."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value))
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
+def load(optimizer: MatrixOptimizer, state_dict: StateDict, unpack: Callable[[StateDict], None]) -> None:
     """Continue from a state. A state that is refused changes nothing.
 
-    Hooks of the user run around this: before it they may change the state, after it they see an optimizer that
-    is complete.
+    Hooks of the user run around this: before it they may change the state, after it they see an optimizer
+    that is complete.
     """
     if not isinstance(state_dict, dict):
         check_form(state_dict)
-    before = {key: optimizer.__dict__[key] for key in ("state", "param_groups")}
+    before, agreed = dict(optimizer.__dict__), dict(optimizer._connections.agreed)
     live = [dict(group) for group in optimizer.param_groups]
     loaded: list[StateDict] = []
     told: list[str] = []
@@ -86,8 +92,8 @@ def load(
     try:
         unpack(state_dict)
     except Exception:
-        optimizer.__dict__.update(before)  # torch has made new ones: these are as they were
-        optimizer.loaded()
+        optimizer.__dict__.update(before)  # torch has made another state and other groups
+        optimizer._connections.agreed = agreed  # else this rank alone would ask the others to agree again
         raise
     finally:
         for handle in handles:
@@ -103,7 +109,9 @@ def _check_saved(optimizer: MatrixOptimizer, saved: StateDict) -> None:
         group = live | {key: value for key, value in old.items() if key not in kept}
         if group["use_muon"] is not live["use_muon"]:
             got = f"{group['use_muon']!r}, and {live['use_muon']!r} here"
-            raise ValueError(f"use_muon of param_groups[{index}] must be the same in a saved state, got {got}")
+            raise ValueError(
+                f"use_muon of param_groups[{index}] must be the same in a saved state, got {got}"
+            )
         if not group["use_muon"]:
             check_adam_group(group)
         else:
@@ -114,9 +122,7 @@ def _check_saved(optimizer: MatrixOptimizer, saved: StateDict) -> None:
             check_entries(name, param, group, saved["state"].get(key, {}))
 
 
-def _restore_groups(
-    optimizer: MatrixOptimizer, live: list[dict[str, Any]], saved: StateDict
-) -> list[str]:
+def _restore_groups(optimizer: MatrixOptimizer, live: list[dict[str, Any]], saved: StateDict) -> list[str]:
     """Settings that the saved groups lack, and those that stay as they are. Returns what to warn of."""
     told = []
     for group, before, old in zip(optimizer.param_groups, live, saved["param_groups"], strict=True):

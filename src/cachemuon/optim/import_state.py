@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import StateDict
 
-from .settings import named_params
+from ..routing.names import named_params
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def convert(state_dict: StateDict, live: Sequence[dict[str, Any]]) -> tuple[Stat
     if len(saved) == 1:
         saved, peers = saved * len(live), peers * len(live)
     keys = iter([key for group in state_dict["param_groups"] for key in group["params"]])
-    state: dict[Any, dict[str, Any]] = {}
+    known = {key for group in state_dict["param_groups"] for key in group["params"]}
+    state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if key not in known}
     groups, told = [], []
     for index, (group, other, peer) in enumerate(zip(live, saved, peers, strict=True)):
         own = list(islice(keys, len(group["params"])))

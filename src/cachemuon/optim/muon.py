@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..engine.kinds import Choice, Prices
 from ..engine.orthogonalize import Fresh
-from ..engine.plan import Choice, Prices
 from ..engine.schedule import Life
 from ..flops import ExecutedCost, executed_by, paper_cost
 from ..newton_schulz.normalize import computed_in

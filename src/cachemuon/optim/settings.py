@@ -6,7 +6,7 @@ Every error names the argument, the value and what is allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -221,6 +221,7 @@ def check_adam_group(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
         check_decay("betas", beta)
+    check_decay("momentum", group.get("momentum", 0.0))
     check_absent(group, "amsgrad", "maximize")
 
 
@@ -259,14 +260,3 @@ def check_non_negative(group: dict[str, Any], *keys: str) -> None:
                 )
         elif not (is_number(value) and math.isfinite(float(value)) and float(value) >= 0):
             raise ValueError(f"{key} must be a number >= 0, got {value!r}")
-
-
-def number_name(group: int, place: int) -> str:
-    """The name of a parameter that has none."""
-    return f"group{group}.param{place}"
-
-
-def named_params(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the group with that index, with their names or numbers."""
-    names = group.get("param_names") or [number_name(index, i) for i in range(len(group["params"]))]
-    return zip(names, group["params"], strict=True)

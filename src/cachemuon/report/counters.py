@@ -13,8 +13,8 @@ OUTCOMES = ("hit", "first", "expired", "rejected", "bounded", "uncached", "fresh
 `hit`: the cached transform was applied. The other outcomes of `CacheMuon` are misses: `first` (solved: there
 was no transform), `expired` (solved: the transform was due), `rejected` (solved: the gate measured a residual
 above gamma), `bounded` (the schedule applied a transform whose residual was above gamma, and shortened the
-step), `uncached` (solved without a cache, which does not pay or is suspended), `non-finite` (NaN or Inf in the
-gradient: nothing was changed). `fresh`: solved by an optimizer that has no cache.
+step), `uncached` (solved without a cache, which does not pay or is suspended), `non-finite` (NaN or Inf in
+the gradient: nothing was changed). `fresh`: solved by an optimizer that has no cache.
 """
 
 HIT, FIRST, EXPIRED, REJECTED, BOUNDED, UNCACHED, FRESH, NON_FINITE = range(len(OUTCOMES))
@@ -59,8 +59,8 @@ def entry_name(entry: str, index: int, number: int) -> str:
 class Event:
     """One decision about one matrix.
 
-    `residual` is that of the cached direction (NaN if none was measured), `refresh_residual` that of the fresh
-    direction when the transform was made (NaN if unknown), `age` the steps since then.
+    `residual` is that of the cached direction (NaN if none was measured), `refresh_residual` that of the
+    fresh direction when the transform was made (NaN if unknown), `age` the steps since then.
 
     >>> Event("rejected", residual=7.5, refresh_residual=0.3, age=0).hit
     False

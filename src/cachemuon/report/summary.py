@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..distributed.placement import Placement
 from ..engine.bucket import Matrix
-from ..engine.plan import Plan, Prices
-from ..optim.settings import named_params, number_name
+from ..engine.kinds import Prices
+from ..engine.plan import Plan
+from ..routing.names import named_params, number_name
 from .counters import (
     LAST,
     MADE,
@@ -47,8 +48,9 @@ class MatrixReport(NamedTuple):
 class ParameterRow:
     """One parameter: where it went and why, what a step costs there, and what the cache did.
 
-    `solve` are the FLOPs of a fresh solve of its matrices, `hits` the share of its steps that reused a transform,
-    `saved` the share of fresh solves' FLOPs that was not spent; NaN where there is nothing to tell yet.
+    `solve` are the FLOPs of a fresh solve of its matrices, `hits` the share of its steps that reused a
+    transform, `saved` the share of fresh solves' FLOPs that was not spent; NaN where there is nothing to tell
+    yet.
     """
 
     name: str

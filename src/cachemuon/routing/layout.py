@@ -39,8 +39,8 @@ def _stacked(shape: Sequence[int], view: str) -> bool:
 
 
 class MatrixView(NamedTuple):
-    """One matrix of a tensor: at `stack_index` in its stack, if that is one, and there from `begin` to `end` along
-    `dim`, if that is split. `shape` is its own, a convolution's with all dimensions.
+    """One matrix of a tensor: at `stack_index` in its stack, if that is one, and there from `begin` to `end`
+    along `dim`, if that is split. `shape` is its own, a convolution's with all dimensions.
     """
 
     stack_index: tuple[int, ...]

@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .heads import WRAPPERS, output_heads
-from .layout import Split, matrix_shape, matrix_layout
+from .layout import Split, matrix_layout, matrix_shape
 
 Choice = Literal["adam", "muon"]
 Kind = Literal["matrix", "embedding", "head", "vector"]
@@ -59,8 +59,8 @@ Value = TypeVar("Value")
 class Route:
     """Where one parameter goes: Muon (`use_muon=True`), Adam (`False`) or, frozen, nowhere (`None`).
 
-    `view`, `split` and `transposed` are how Muon reads the tensor as matrices (`layout.matrix_layout`); `view` is
-    None outside Muon. `kind` chooses among Adam's settings.
+    `view`, `split` and `transposed` are how Muon reads the tensor as matrices (`layout.matrix_layout`);
+    `view` is None outside Muon. `kind` chooses among Adam's settings.
 
     >>> Route("fc.bias", (10,), False, "bias", kind="vector").use_muon
     False

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.routing.layout import matrix_shape, parts, matrix_layout
+from cachemuon.routing.layout import matrix_layout, matrix_shape, parts
 
 MAKES = {
     "muon": lambda groups: Muon(groups, lr=0.05),
-    "cache": lambda groups: CacheMuon(groups, lr=0.05, max_age=3, guard=False),
-    "lagged": lambda groups: CacheMuon(groups, lr=0.05, max_age=3, guard=False, gate="lagged"),
+    "schedule": lambda groups: CacheMuon(groups, lr=0.05, max_age=3, cache_all=True),
+    "residual": lambda groups: CacheMuon(groups, lr=0.05, max_age=3, cache_all=True, gate="residual"),
 }
 
 
@@ -114,7 +114,7 @@ def test_a_list_of_sizes_becomes_a_tuple():
 
 def test_a_convolution_is_split_by_its_outputs():
     read = matrix_layout((12, 3, 2, 2), split=2)
-    assert [piece.sides for piece in read.pieces] == [(6, 12), (6, 12)]
+    assert [piece.sides for piece in read.views] == [(6, 12), (6, 12)]
     assert matrix_shape((12, 3, 2, 2)) == (1, 12, 12)
     tensor = torch.arange(144.0).view(12, 3, 2, 2)
-    assert torch.equal(read.cut(tensor)[1], tensor[6:])
+    assert torch.equal(read.split(tensor)[1], tensor[6:])

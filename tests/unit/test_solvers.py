@@ -19,7 +19,7 @@ from cachemuon import (
     normalize,
     polar,
 )
-from cachemuon.flops import Executed
+from cachemuon.flops import ExecutedCost
 
 SHAPES = [(16, 16), (16, 48), (48, 16), (96, 96), (64, 256)]
 ITERATIVE = {
@@ -236,12 +236,12 @@ def test_a_bad_entry_spoils_its_own_matrix_only(bad):
 def test_executed_flops_are_what_torch_counts(n, m, restarts):
     M = torch.randn(n, m)
     gram = GramNS(restarts=restarts)
-    cost = Executed(n, m, restarts=len(gram.restarts_at(n, m, torch.float32)))
+    cost = ExecutedCost(n, m, restarts=len(gram.restarts_at(n, m, torch.float32)))
     for call, expected in [
         (gram, cost.gram),
         (gram.with_transform, cost.transform),
         (StandardNS(), cost.standard),
-        (AutoNS(), Executed(n, m, restarts=len(GramNS().restarts_at(n, m, torch.float32))).cheapest),
+        (AutoNS(), ExecutedCost(n, m, restarts=len(GramNS().restarts_at(n, m, torch.float32))).cheapest),
     ]:
         with FlopCounterMode(display=False) as counter:
             call(M)

@@ -44,7 +44,7 @@ def test_the_direction_is_that_of_the_formula(max_norm):
     Q, M = spoiled()
     D, kept, event = CacheGNS(clip=1 / 8, max_norm=max_norm)(M, Q, 1e9, step=4)
     expected = direction_by_hand(Q, M, 1 / 8, 8, 4, max_norm)
-    assert event.hit and kept.data_ptr() == Q.data_ptr()  # the repair is never kept
+    assert event.hit and torch.equal(kept, Q)  # the repair is never kept
     # The shift before the Cholesky factor is 64 * 2e-16, and the root converges to 1e-9.
     assert torch.linalg.matrix_norm(D - expected, 2) < 1e-6
 
@@ -127,9 +127,9 @@ def test_it_costs_what_flops_says(n, m):
     cost = executed_by(solver.fresh, n, m, rank=solver.rank(n))
     Q = solver(M, None, 1.0)[1]
     for outcome, call in {
-        "cold": lambda: solver(M, None, 1.0),
+        "first": lambda: solver(M, None, 1.0),
         "hit": lambda: solver(M, Q, 1e9),
-        "residual": lambda: solver(other, Q, 0.0),
+        "rejected": lambda: solver(other, Q, 0.0),
     }.items():
         with FlopCounterMode(display=False) as counter:
             event = call()[2]
@@ -137,14 +137,13 @@ def test_it_costs_what_flops_says(n, m):
         assert counter.get_total_flops() == cost.price_of(outcome)
 
 
-@pytest.mark.parametrize("gate", ["sync", "lagged"])
-def test_the_optimizer_hits_more_often_and_counts_right(gate):
+def test_the_gate_accepts_more_often_and_flops_are_counted_right():
     def hits(clip):
         weights = {
             name: torch.nn.Parameter(start.clone()) for name, (start, _) in recorded_gradients().items()
         }
-        settings = {"momentum": 0.9, "gamma": 2.0, "max_age": None, "guard": False}
-        optimizer = CacheMuon(weights.items(), clip=clip, gate=gate, **settings)
+        settings = {"momentum": 0.9, "gamma": 2.0, "max_age": None, "cache_all": True}
+        optimizer = CacheMuon(weights.items(), clip=clip, gate="residual", **settings)
         with FlopCounterMode(display=False) as counter:
             for step in range(40):
                 for name, weight in weights.items():
