@@ -21,21 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..newton_schulz.inverse_root import inverse_root
 from ..newton_schulz.products import product, symmetric
 from ..newton_schulz.workspace import Workspace
 from .residual import paired_norms
-
-POLES = (
-    (0.860856, 1.4405277),
-    (35.741359, 6.4010381),
-    (1000.0, 33.4271325),
-    (27978.7906305, 179.093306),
-    (1161634.4818952, 1673.3666536),
-)
-"""`sum w / (x + t)` over these pairs (t, w) is `x^(-1/2)` for 1 <= x <= 1e6, to 1%: a quadrature of the
-integral `2 / pi int dt / (x + t^2)` by Jacobi's elliptic functions (Hale, Higham and Trefethen 2008, method
-3).
-"""
 
 
 class Repair(NamedTuple):
@@ -80,7 +69,7 @@ def probe_clipped(
 
     `block (n, vectors + k)`: the vectors that estimate the residual, then Y0.
     """
-    z, n = block[:, :vectors], Q.shape[-1]
+    z = block[:, :vectors]
     thin = _each(block.mT, Q).mul_(scale)  # z^T Q and Y0^T Q, (B, vectors + k, n)
     F = _times(thin[:, vectors:], U)  # Y0^T C
     W = torch.bmm(Q, _outer(U, F)).mul_(scale)  # C C^T Y0
@@ -97,20 +86,6 @@ def probe_clipped(
     products = _outer(E, E)
     shorten = None if max_norm is None else _shorten(Y, max_norm)
     return paired_norms(z, products), Repair(_frobenius(products), Y.mT, right, shorten)
-
-
-def inverse_root(H: Tensor) -> Tensor:
-    """`H^(-1/2)` for symmetric matrices with eigenvalues from 1 to 1e6, to 1%; less beyond.
-
-    >>> inverse_root(torch.eye(2).unsqueeze(0) * 100).diagonal(dim1=-2, dim2=-1).mul(10).round(decimals=1)
-    tensor([[1., 1.]])
-    """
-    eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
-    # L L^T = (H + t I) / w, so that L^-T L^-1 is w (H + t I)^-1: the sum over all pairs is one product.
-    shifted = torch.stack([torch.add(eye * (t / w), H, alpha=1 / w) for t, w in POLES], dim=1)
-    L = torch.linalg.cholesky_ex(shifted).L
-    inverse = torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False).flatten(1, 2)
-    return torch.bmm(inverse.mT, inverse)
 
 
 def bound(repair: Repair, residual: Tensor, gamma: float) -> Tensor:

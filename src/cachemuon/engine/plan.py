@@ -257,6 +257,11 @@ def kept_dtype(x: Matrix) -> torch.dtype:
     return chosen or computed_in(x.param.dtype)
 
 
+def weights_in(group: Group) -> tuple[float, float]:
+    """The weights of momentum that a group asks for (`momentum.weights`)."""
+    return weights(float(group["momentum"]), group["nesterov"])
+
+
 def factors(x: Matrix) -> tuple[float, ...]:
     """`-lr ratio`, `1 - lr weight_decay`, and the weights of momentum; for an lr that lies on a device, those
     for an lr of 1.

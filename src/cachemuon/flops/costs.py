@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from ..newton_schulz.products import gram_flops, panels, standard_flops, symmetric_flops
-from ..newton_schulz.schedules import ROOT
+from ..newton_schulz.inverse_root import POLES
+from ..newton_schulz.products import gram_flops, standard_flops, symmetric_flops
 
 OUTCOMES = {
     "hit": "hit",  # the transform is reused
@@ -226,8 +224,6 @@ class ExecutedCost(Cost):
         """The cheaper of `gram` and `standard`."""
         return min(self.gram, self.standard)
 
-    cheapest = baseline
-
     @property
     def cache(self) -> int:
         """s symmetric n x n products; 2s n^3 in full."""
@@ -235,18 +231,16 @@ class ExecutedCost(Cost):
 
     @property
     def probing(self) -> int:
-        """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix. Clipped:
-        (2k + 4r) nm + (2k + 6r) n^2, and what is small: products with r x r or k. Not counted: the Cholesky
-        factor of r x r and the triangular solve with it.
+        """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix. Clipped: (2k + 4r) nm +
+        (2k + 6r) n^2, and small products with r x r or k x k. Not counted: Cholesky factors and triangular
+        solves.
         """
         n, m, k, r = self.n, self.m, self.vectors, self.rank
         if self.probe == "exact":
             return 4 * n * n * m
         if not r:
             return 4 * k * n * (m + n)
-        pieces, squares = panels(r, torch.float32), 4 * ROOT.steps - 3
-        grams = symmetric_flops(r, m, pieces) + symmetric_flops(r, n, pieces)
-        small = grams + squares * symmetric_flops(r, r, pieces) + 4 * r * r * n
+        small = 6 * r * r * n + 2 * (1 + len(POLES)) * r**3
         estimate = 4 * k * n * r + 2 * k * k * (m + n)
         return (2 * k + 4 * r) * n * m + (2 * k + 6 * r) * n * n + small + estimate
 

@@ -170,6 +170,3 @@ DEEPSEEK_V4 = Schedule(
     source="DeepSeek-AI: DeepSeek-V4, 2026, section 2.4",
 )
 """DeepSeek-V4's ten steps: eight of Jordan's, which lift, then two that settle at 1."""
-
-ROOT = polar_express(7, 1.0, name="root")
-"""For inverse square roots that must be exact in float32: Polar Express until it has converged."""

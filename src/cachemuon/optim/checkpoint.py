@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 LIVE = ("solver", "process_group")
 """Settings that are not taken from a saved state."""
 
+_PLAIN: tuple[type, ...] = (bool, int, float)
+
 
 def save(optimizer: Optimizer, pack: Callable[[], StateDict]) -> StateDict:
     """The state dict, of plain values. Hooks of the user see it as it will be saved, and may change it."""
@@ -54,7 +56,7 @@ def _plain(value: Any) -> Any:
     """A number of numpy's as one of Python's, also within a tuple."""
     if isinstance(value, tuple | list):
         return type(value)(map(_plain, value))
-    if isinstance(value, Real) and not isinstance(value, int | float):
+    if isinstance(value, Real) and type(value) not in _PLAIN:
         return int(value) if isinstance(value, Integral) else float(value)
     return value
 
