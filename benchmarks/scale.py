@@ -229,6 +229,8 @@ def draw(path: Path) -> None:
 def tables() -> dict[str, tuple[str, Cells]]:
     """The tables of the page."""
     return {
+        "large8": ("GPT-2 Large on 8 ranks", by_number((8,), GPT2_LARGE)),
+        "dense8": ("8B dense on 8 ranks", by_number((8,), LLAMA_8B)),
         "large": ("GPT-2 Large", by_number(RANKS[1:4], GPT2_LARGE)),
         "dense": ("8B dense", by_number(RANKS[1:], LLAMA_8B)),
         "mixture": (

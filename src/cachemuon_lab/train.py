@@ -355,12 +355,14 @@ def _save(
     folder: Path, model: Model, optimizer: Optimizer, standing: Standing, device: torch.device, ranks: Ranks
 ) -> None:
     generators = ranks.gather(checkpoint.generators(device))
+    # Copies of a model may each keep only the transforms they own: every rank must take part.
+    optimizer_state = whole_state_dict(optimizer)
     if ranks.main or ranks.sharded:
         ranks.synchronize_buffers(model)
-        weights = {"model": whole_model(model), "optimizer": whole_state_dict(optimizer)}
+        weights = whole_model(model)
         if ranks.main:
-            state = {"standing": asdict(standing), "generators": generators, **weights}
-            checkpoint.save(folder / CHECKPOINT, state)
+            parts = {"generators": generators, "model": weights, "optimizer": optimizer_state}
+            checkpoint.save(folder / CHECKPOINT, {"standing": asdict(standing), **parts})
 
 
 def _saved(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The laboratory on several ranks: the record of one, checkpoints that any number goes on from, restarts."""
+"""The laboratory on several ranks: the record of one, checkpoints for any number of ranks, restarts."""
 
 import os
 import re
@@ -24,8 +24,8 @@ OPTIMIZERS = {
     "polar": OptimizerConfig("polar"),
     "gram": OptimizerConfig("gram", nesterov=True),
     "paper": OptimizerConfig("paper", gamma=2.0),
-    "cache": OptimizerConfig("cache", gamma=2.0, max_age=3, guard=False),
-    "lagged": OptimizerConfig("cache", gamma=2.0, max_age=3, gate="lagged", guard=False),
+    "cache": OptimizerConfig("cache", gamma=2.0, max_age=3, cache_all=True),
+    "residual": OptimizerConfig("cache", gamma=2.0, max_age=3, gate="residual", cache_all=True),
     "adamw": OptimizerConfig("adamw"),
 }
 
@@ -70,7 +70,7 @@ def images(cifar):
         name="tiny",
         model=ResNetConfig(width=4),
         data=DataConfig("cifar10", path=str(cifar)),
-        optimizer=OptimizerConfig("cache", head="muon", gamma=5.0, guard=False, max_age=3),
+        optimizer=OptimizerConfig("cache", head="muon", gamma=5.0, cache_all=True, max_age=3),
         schedule=ScheduleConfig("cosine"),
         steps=4,
         batch_size=8,

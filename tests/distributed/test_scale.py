@@ -1,5 +1,6 @@
-"""docs/distributed.md: what benchmarks/scale.py counts is what ranks do and send."""
+"""What benchmarks/scale.py counts is what ranks do and send; its tables in the pages are up to date."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cachemuon import CacheMuon, GramNS, Muon
+from cachemuon_lab.performance import renewed
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(24, 48), (36, 36), (24, 48), (48, 24), (48, 60)]  # rows that 2, 3 and 4 ranks divide
@@ -27,7 +29,7 @@ def live(rank, world, cached, sharded, exchange):
         params = [nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)])) for param in params]
     more = {} if sharded else {"process_group": dist.group.WORLD}
     if cached:
-        more |= {"guard": False, "gamma": 1e9, "max_age": MAX_AGE, "exchange": exchange}
+        more |= {"cache_all": True, "gamma": 1e9, "max_age": MAX_AGE, "exchange": exchange}
         optimizer = CacheMuon(params, **more)
     else:
         optimizer = Muon(params, solver=GramNS(), **more)
@@ -53,7 +55,7 @@ def live(rank, world, cached, sharded, exchange):
     return counter.get_total_flops(), sent, sum(kept)
 
 
-SMALL = ("presence", "finite", "residuals")
+SMALL = ("flags", "residuals")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -62,10 +64,11 @@ SMALL = ("presence", "finite", "residuals")
     [
         (1, (False, False, None)),
         (2, (False, True, None)),
-        (3, (True, False, "transforms")),
-        (4, (True, True, "transforms")),
+        (scale.TRANSFORMS, (True, False, "transforms")),
+        (scale.CACHED_SHARDS, (True, True, None)),
+        (5, (True, False, "directions")),
     ],
-    ids=["muon-copies", "muon-shards", "cache-copies", "cache-shards"],
+    ids=["muon-copies", "muon-shards", "cache-transforms", "cache-shards", "cache-directions"],
 )
 def test_what_is_counted_is_what_is_done(ranks, world, place, case):
     answers = ranks(live, world, *case)
@@ -77,23 +80,15 @@ def test_what_is_counted_is_what_is_done(ranks, world, place, case):
     assert sum(kept for _, _, kept in answers) == pytest.approx(world * counted.transforms)
     for _, sent, _ in answers if world > 1 else ():
         small = sum(sent.get(kind, 0) for kind in SMALL)
-        wanted = scale.small_bytes(len(SHAPES), len(SHAPES), copies=place in (1, 3))
-        if not case[0]:
-            wanted -= scale.ITEM * len(SHAPES) * (1 if place == 1 else 2)  # no residuals without a cache
-        assert small == life * wanted
+        assert small == life * scale.small_bytes(len(SHAPES), cached=case[0])
 
 
-def test_copies_may_get_directions_instead_of_transforms(ranks):
-    """As FSDP does it, but for the updates, which every rank has."""
-    answers = ranks(live, 3, True, False, "directions")
-    shards, copies = (scale.steps(SHAPES, 3, MAX_AGE)[place] for place in (4, 1))
-    life = 1 + MAX_AGE
-    assert sum(flops for flops, _, _ in answers) == pytest.approx(life * shards.flops)
-    assert sum(sent.get("directions", 0) for _, sent, _ in answers) == pytest.approx(life * copies.sent)
-    assert not any("transforms" in sent for _, sent, _ in answers)
-    assert sum(kept for _, _, kept in answers) == pytest.approx(3 * shards.transforms)
-
-
-def test_every_table_of_the_page_is_the_one_that_is_made():
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    assert scale.renewed(page, scale.tables()) == page
+def test_every_table_of_the_pages_is_the_one_that_is_made():
+    made, asked = scale.tables(), set()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        names = made.keys() & set(re.findall(r"<!-- table (\w+) -->", text))
+        if names:
+            assert renewed(text, made) == text, f"{page}: python benchmarks/scale.py --page {page}"
+            asked |= names
+    assert asked == made.keys()

@@ -217,7 +217,7 @@ def test_owners_of_gpt2_small_have_equal_work(world):
         assert max(step) <= 1.5 * sum(step) / world
 
 
-@pytest.mark.parametrize(("exchange", "least", "most"), [(None, 0.40, 0.44), ("transforms", 2.5, 2.9)])
+@pytest.mark.parametrize(("exchange", "least", "most"), [(None, 0.38, 0.42), ("transforms", 2.5, 2.9)])
 def test_a_rank_of_eight_on_gpt2_large(exchange, least, most):
     """TFLOP in the mean step: a fresh Muon whose owners share the solves takes 1.17."""
     steps = spent(GPT2_LARGE, 8, exchange=exchange)

@@ -93,8 +93,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Move:
-    """The optimizer goes on as another one: loaded from a file, a deepcopy, or unpickled; or all tensors of its
-    state are replaced by copies.
+    """The optimizer goes on as another one: loaded from a file, a deepcopy, or unpickled. Or its state is
+    cleared, or all tensors of it are replaced by copies.
     """
 
     how: str
@@ -122,8 +122,10 @@ def case(random: Random | int) -> Case:
         chance = random.random()
         if chance < 0.72:
             actions.append(_step(random, here))
+            if random.random() < 0.02:  # a suspended cache begins again
+                actions += [_step(random, here) for _ in range(40)]
         elif chance < 0.82:
-            actions.append(Move(random.choice(("load", "load", "deepcopy", "pickle", "replace"))))
+            actions.append(Move(random.choice(("load", "load", "deepcopy", "pickle", "replace", "clear"))))
         elif chance < 0.97:
             actions.append(_change(random, make, here))
         else:

@@ -112,6 +112,12 @@ class _Run:
                     param.copy_(old)
             self.subject.load_state_dict(torch.load(file, weights_only=True))
             self.params, self.told = params, self.counted()
+        elif how == "clear":
+            for optimizer in (self.subject, self.control):
+                optimizer.state.clear()
+            self.steps = [0] * len(self.steps)
+            self.spoiled = [[0] * len(each) for each in self.spoiled]
+            self.told, self.flops = dict.fromkeys(OUTCOMES, 0), dict.fromkeys(self.flops, 0)
         elif how == "replace":
             for entries in self.subject.state.values():
                 entries.update({key: value.clone() for key, value in entries.items()})

@@ -47,7 +47,7 @@ def config(tmp_path):
         name="tiny",
         model=GPT2Config(layers=2, heads=2, width=32, context=16, vocabulary=256, dropout=0.1),
         data=DataConfig("python", path=str(corpus)),
-        optimizer=OptimizerConfig("cache", gamma=2.0, max_age=None, clip=0.0),
+        optimizer=OptimizerConfig("cache", gamma=2.0, clip=0.0, cache_all=True),
         schedule=ScheduleConfig("plateau_linear"),
         steps=120,
         batch_size=2,

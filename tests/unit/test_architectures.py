@@ -1,4 +1,4 @@
-"""The routes of real architectures, built small: docs/routing.md shows them all.
+"""The routes of real architectures, built small: docs/notebook/architectures.md shows them all.
 
 `python tests/unit/test_architectures.py --write` writes the page's table anew. Read it before committing it.
 """
@@ -19,7 +19,7 @@ from cachemuon import routes
 from cachemuon.routing.layout import matrix_layout
 from cachemuon.routing.rules import Route
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "routing.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "notebook" / "architectures.md"
 MARK = "<!-- From here on written by: python tests/unit/test_architectures.py --write -->\n"
 
 TEXT = dict(

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from cachemuon import CacheMuon, Muon
 from cachemuon.routing.groups import ParamGroups, param_groups
 from cachemuon.routing.heads import HEAD_NAMES, LAST_NAMES
-from cachemuon.routing.layout import matrix_shape, matrix_layout
+from cachemuon.routing.layout import matrix_layout, matrix_shape
 from cachemuon.routing.rules import Route, routes
 
 
@@ -145,7 +145,7 @@ def test_the_matrices_of_a_grouped_convolution_are_what_its_groups_do():
     torch.manual_seed(0)
     conv = nn.Conv2d(6, 8, 3, groups=2, bias=False)
     (group,) = param_groups(conv)
-    parts = matrix_layout(tuple(conv.weight.shape), split=group["split"]).cut(conv.weight)
+    parts = matrix_layout(tuple(conv.weight.shape), split=group["split"]).split(conv.weight)
     x = torch.randn(1, 6, 5, 5)
     alone = [nn.functional.conv2d(x[:, 3 * i : 3 * i + 3], part) for i, part in enumerate(parts)]
     torch.testing.assert_close(torch.cat(alone, 1), conv(x))

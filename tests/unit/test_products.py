@@ -44,7 +44,7 @@ def test_it_multiplies_what_its_formula_says(n):
 @pytest.mark.parametrize("m", [640, 1920])
 def test_solvers_multiply_less_and_are_as_exact(m, monkeypatch):
     # Three decades of singular values, float32 against float64: 8e-5 instead of 4e-5 with a restart, 2.0e-4
-    # instead of 1.6e-4 without; on momentum there is no difference (docs/restarts.md).
+    # instead of 1.6e-4 without; on momentum there is no difference (docs/notebook/restarts.md).
     g = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(640, 640, generator=g, dtype=torch.float64)).Q
     M = (basis * torch.logspace(0, -3, 640, dtype=torch.float64)) @ torch.randn(640, m, generator=g).double()

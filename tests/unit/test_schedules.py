@@ -126,7 +126,7 @@ def interval(schedule):
 
 
 def test_the_table_of_schedules():
-    page = (pathlib.Path(__file__).parents[2] / "docs/restarts.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs/notebook/restarts.md").read_text()
     table = page.split("## The schedules")[1].split("\n## ")[0]
     rows = re.findall(
         r"^\| `(\w+)` \| .* \| (\d+) \| (\d+) \| ([\d.e-]+) \| ([\d.]+) to ([\d.]+) \|$", table, re.M
@@ -143,7 +143,8 @@ def test_the_table_of_schedules():
 @pytest.mark.parametrize("schedule", NAMED, ids=lambda schedule: schedule.name)
 @pytest.mark.parametrize("shape", [(48, 48), (32, 128), (128, 32)], ids=str)
 def test_every_schedule_in_both_forms(schedule, shape):
-    # Singular values from 1 to 1e-4: float64 is what the polynomial says; float32 as in docs/restarts.md.
+    # Singular values from 1 to 1e-4: float64 is what the polynomial says; float32 is as in
+    # docs/notebook/restarts.md.
     g = torch.Generator().manual_seed(0)
     n = min(shape)
     U = torch.linalg.qr(torch.randn(shape[0], n, generator=g, dtype=torch.float64)).Q

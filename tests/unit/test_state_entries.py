@@ -9,7 +9,7 @@ from contract.variants import gradient, parameter, run
 from unclipped import unclipped
 
 from cachemuon import CacheMuon
-from cachemuon.report.counters import COLUMNS
+from cachemuon.report.counters import COLUMNS, HIT
 
 SHAPES = [(24, 96), (32, 32), (16, 64), (32, 32), (3, 12, 40), (24, 96)]
 cached = partial(CacheMuon, gamma=20.0, max_age=4, cache_all=True)
@@ -191,3 +191,13 @@ def test_counters_of_a_deep_copy_and_of_a_loaded_state_are_its_own():
     other.load_state_dict(optimizer.state_dict())
     run(optimizer, params, range(3, 5))
     assert [one.cache_stats()["calls"] for one in (optimizer, twin, other)] == [40, 24, 24]
+
+
+def test_counters_that_are_changed_by_hand_count():
+    params = parameters([(24, 40)])
+    optimizer = cached(params, max_age=20)
+    run(optimizer, params, range(4))
+    optimizer.cache_stats()  # before it the fourth step is still to be counted
+    optimizer.state[params[0]]["counters"][0, HIT] = 70
+    run(optimizer, params, [4])
+    assert optimizer.cache_stats()["hits"] == 71

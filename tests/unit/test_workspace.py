@@ -176,7 +176,9 @@ def peaks_of(optimizer, params, steps=6):
     return found[1:]
 
 
-@pytest.mark.parametrize("name", ["gram", "exact-misses", "gated-misses", "schedule-suspended", "clip-all", "clip"])
+@pytest.mark.parametrize(
+    "name", ["gram", "exact-misses", "gated-misses", "schedule-suspended", "clip-all", "clip"]
+)
 @pytest.mark.parametrize("shape", [(64, 288), (16, 1024), (64, 64)], ids=str)
 def test_however_many_there_are_a_step_takes_at_most_its_ceiling(name, shape):
     params = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(24)]
@@ -192,7 +194,9 @@ def test_gradients_in_channels_last_are_not_copied_all_at_once(name):
     assert max(peaks) <= ceiling < sum(param.nbytes for param in params)
 
 
-@pytest.mark.parametrize("name", ["gram", "standard", "gated-misses", "schedule-refreshes", "schedule-suspended", "clip"])
+@pytest.mark.parametrize(
+    "name", ["gram", "standard", "gated-misses", "schedule-refreshes", "schedule-suspended", "clip"]
+)
 def test_many_shapes_together_take_no_more_than_the_ceiling(name):
     # A thin matrix needs the rectangles, a square one the squares: kept for both, they would pass it.
     shapes = [(8, 2048), (82, 82), (2048, 8), (16, 64), (48, 56), (3, 16, 20), (8, 128)]

@@ -62,10 +62,11 @@ def paired_residual(z: Tensor, E: Tensor) -> Tensor:
 def paired_norms(z: Tensor, products: Tensor) -> Tensor:
     """The same number from `E E^T (..., k, k)`."""
     n, k = z.shape[-2:]
-    apart = products - z.mT @ z
+    batch = products.reshape(-1, k, k)
+    apart = torch.baddbmm(batch, *(one.expand(len(batch), -1, -1) for one in (z.mT, z)), alpha=-1)
     apart.diagonal(dim1=-2, dim2=-1).zero_()
     length: Tensor = torch.linalg.vector_norm(apart, dim=(-2, -1))
-    return length / math.sqrt(n * k * (k - 1))
+    return length.reshape(products.shape[:-2]) / math.sqrt(n * k * (k - 1))
 
 
 def random_block(

@@ -73,8 +73,9 @@ def probe_clipped(
     thin = _each(block.mT, Q).mul_(scale)  # z^T Q and Y0^T Q, (B, vectors + k, n)
     F = _times(thin[:, vectors:], U)  # Y0^T C
     W = torch.bmm(Q, _outer(U, F)).mul_(scale)  # C C^T Y0
-    L = _cholesky(_each(block.mT[vectors:], W))
+    L, failed = _cholesky(_each(block.mT[vectors:], W))
     V = torch.linalg.solve_triangular(L, W.mT, upper=False)  # transposed, (B, k, n)
+    V = V.masked_fill_(failed, 0)  # nothing is clipped then; a NaN would get into the weights
     G = torch.bmm(V, V.mT)
     G.diagonal(dim1=-2, dim2=-1).add_(1)
     K = torch.linalg.cholesky_ex(G).L
@@ -160,8 +161,8 @@ def _frobenius(products: Tensor) -> Tensor:
     return squares.sqrt().view(-1, 1, 1)
 
 
-def _cholesky(gram: Tensor) -> Tensor:
-    """L with `L L^T = gram`, and a shift that is just above rounding: it fails only where that is not finite.
+def _cholesky(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """L with `L L^T = gram`, with a shift that is just above rounding; and where it failed, `(B, 1, 1)`.
 
     Nothing is checked on the host.
     """
@@ -169,8 +170,8 @@ def _cholesky(gram: Tensor) -> Tensor:
     limits = torch.finfo(gram.dtype)
     shift = diagonal.sum(-1, keepdim=True).mul_(gram.shape[-1] * limits.eps).add_(limits.tiny)
     diagonal.add_(shift)
-    L: Tensor = torch.linalg.cholesky_ex(gram).L
-    return L
+    L, info = torch.linalg.cholesky_ex(gram)
+    return L, (info != 0).view(-1, 1, 1)
 
 
 def _shorten(Y: Tensor, max_norm: float) -> Tensor:

@@ -95,7 +95,8 @@ class RankGroup:
         """The tensors of all ranks, one-dimensional and of these sizes, in the order of `ranks`."""
         leaving, coming = [own.numel()] * self.size, list(sizes)
         leaving[self.rank] = coming[self.rank] = 0
-        found = list(self.all_to_all(what, own.repeat(self.size - 1), leaving, coming).wait().split(coming))
+        outgoing = own.expand(self.size - 1, -1).flatten().contiguous()
+        found = list(self.all_to_all(what, outgoing, leaving, coming).wait().split(coming))
         found[self.rank] = own
         return found
 

@@ -12,15 +12,11 @@ from ..engine.bucket import Bucket
 from ..engine.local import grouped
 from ..engine.orthogonalize import Cached, Direction, Update
 from ..engine.plan import Plan, kept_dtype
-from ..newton_schulz.workspace import ceiling
 from ..report.counters import HIT
 from .layout import in_rounds
 from .rank_group import RankGroup
 from .rounds import Member, Placements, chunks_of
 from .shared import Shared
-
-Transforms = dict[tuple[Bucket, int], Tensor]
-"""Transforms by bucket and row."""
 
 
 class Due(NamedTuple):
@@ -31,16 +27,14 @@ class Due(NamedTuple):
     owner: int
 
     @property
-    def n(self) -> int:
-        """The side of its transform."""
-        return min(self.bucket.rows, self.bucket.cols)
-
-    @property
     def share(self) -> float:
-        """How much of its owner's room for updates that wait it takes."""
-        limit = self.bucket.matrices[self.row].group["max_workspace_bytes"]
-        size = self.bucket.rows * self.bucket.cols * self.bucket.precision.itemsize
-        return 4 * size / ceiling(limit, self.bucket.device.type)
+        """What it takes of its owner's room: an update that waits, a transform, and that on its way."""
+        n, m = sorted((self.bucket.rows, self.bucket.cols))
+        return 4 * n * (m + 3 * n) * self.bucket.precision.itemsize / self.bucket.limit
+
+
+Batch = tuple[Bucket, list[int]]
+"""Rows of a bucket."""
 
 
 class Replicated(Shared):
@@ -97,42 +91,44 @@ class Replicated(Shared):
 
         An owner keeps its own updates until all transforms have arrived, and makes those of the others then.
         """
-        by_owner = [[one for one in due if one.owner == rank] for rank in range(self.rank_group.size)]
-        own = by_owner[self.rank_group.rank]
-        updates, made = [], [torch.empty(0, dtype=self.dtype, device=self.device)]
-        for bucket, rows in _by_bucket(own):
+        me = self.rank_group.rank
+        by_owner = [_batches(due, rank) for rank in range(self.rank_group.size)]
+        sizes = [[len(rows) * _n(bucket) ** 2 for bucket, rows in batches] for batches in by_owner]
+        made = torch.empty(sum(sizes[me]), dtype=self.dtype, device=self.device)
+        own = []
+        for (bucket, rows), transforms in zip(by_owner[me], made.split(sizes[me]), strict=True):
             update = self._update(bucket, rows, outcomes)
             update.U = update.U.clone()  # the workspace is used again
             assert isinstance(bucket.orthogonalize, Cached)
             Q = bucket.orthogonalize.cache.fresh.transform(update.U * update.scale, self.plan.workspace)
-            made.append(Q.to(self.dtype, copy=True).flatten())
-            updates.append(update)
-        transforms = self._exchanged(by_owner, torch.cat(made))
-        for update in updates:
-            yield [_solved(update, transforms)]
-        for others in by_owner:
-            for bucket, rows in _by_bucket(others) if others is not own else ():
-                yield [_solved(self._update(bucket, rows, outcomes), transforms)]
-
-    def _exchanged(self, by_owner: list[list[Due]], made: Tensor) -> Transforms:
-        """The transforms of all owners; this rank has made those of its own."""
-        sizes = [[one.n**2 for one in owned] for owned in by_owner]
+            transforms.view(Q.shape).copy_(Q)
+            own.append(update)
         gathered = self.rank_group.all_gather("transforms", made, list(map(sum, sizes)))
-        return {
-            (one.bucket, one.row): part.view(one.n, one.n)
-            for owned, own_sizes, whole in zip(by_owner, sizes, gathered, strict=True)
-            for one, part in zip(owned, whole.split(own_sizes), strict=True)
-        }
+        for transforms in made.split(sizes[me]):
+            yield [_solved(own.pop(0), transforms)]
+        for rank, batches in enumerate(by_owner):
+            if rank != me:
+                for (bucket, rows), transforms in zip(
+                    batches, gathered[rank].split(sizes[rank]), strict=True
+                ):
+                    yield [_solved(self._update(bucket, rows, outcomes), transforms)]
 
 
-def _solved(update: Update, transforms: Transforms) -> Update:
-    found = [transforms[update.bucket, row] for row in update.rows]
-    update.solved = torch.stack(found).to(update.bucket.precision)
+def _n(bucket: Bucket) -> int:
+    """The side of its transforms."""
+    return min(bucket.rows, bucket.cols)
+
+
+def _solved(update: Update, transforms: Tensor) -> Update:
+    n = _n(update.bucket)
+    update.solved = transforms.view(-1, n, n).to(update.bucket.precision)
     return update
 
 
-def _by_bucket(due: list[Due]) -> list[tuple[Bucket, list[int]]]:
+def _batches(due: list[Due], owner: int) -> list[Batch]:
+    """Those of one owner."""
     found: dict[Bucket, list[int]] = {}
     for one in due:
-        found.setdefault(one.bucket, []).append(one.row)
+        if one.owner == owner:
+            found.setdefault(one.bucket, []).append(one.row)
     return list(found.items())

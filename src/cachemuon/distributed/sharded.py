@@ -46,10 +46,11 @@ class Sharded(Shared):
     def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:
         """What this rank owns: first what stays here, then what arrives, round by round."""
         self.begin()
-        self._outgoing = None
         for buckets in self.staying:
-            batches = [self.take_in(bucket, _rows(bucket), place) for place, bucket in enumerate(buckets)]
-            yield self._updates(buckets, batches, outcomes)
+            yield [
+                self.update(bucket, _rows(bucket), outcomes, *self.take_in(bucket, _rows(bucket), place))
+                for place, bucket in enumerate(buckets)
+            ]
         arriving = [self._send_updates(one) for one in self.rounds[:1]]
         leaving: list[Callable[[], None]] = []
         for number, one in enumerate(self.rounds):
@@ -59,13 +60,13 @@ class Sharded(Shared):
             directions = torch.zeros(one.to_ranks.size, dtype=computed_in(one.dtype), device=self.device)
             self._outgoing = one.to_ranks, directions
             for buckets in one.owned:
-                whole = [_assembled(bucket, one.from_ranks, message) for bucket in buckets]
-                yield self._updates(buckets, [(U, peak_of(U)) for U in whole], outcomes)
-            for finish in leaving:
-                finish()
-            leaving = [self._send_directions(one, directions)]
-        for finish in leaving:
-            finish()
+                yield [self._received(bucket, one.from_ranks, message, outcomes) for bucket in buckets]
+            while leaving:
+                leaving.pop()()  # nothing else refers to its messages
+            leaving.append(self._send_directions(one, directions))
+        while leaving:
+            leaving.pop()()
+        self._outgoing = None
 
     def scatter(self, direction: Direction) -> None:
         """Directions of matrices that stay here are applied; others are written to the message."""
@@ -81,15 +82,6 @@ class Sharded(Shared):
             for parcel in sent.parcels.get(x.number, ()):
                 pairs += [(part, of_whole) for of_whole, part in parcel.part.views(whole, parcel.of(message))]
         _copy(pairs)
-
-    def _updates(
-        self, buckets: list[Bucket], batches: list[tuple[Tensor, Tensor]], outcomes: list[int]
-    ) -> list[Update]:
-        """From `U (B, rows, cols)` and `max|U|` of whole buckets."""
-        return [
-            self.update(bucket, _rows(bucket), outcomes, U, peak)
-            for bucket, (U, peak) in zip(buckets, batches, strict=True)
-        ]
 
     def _send_updates(self, one: Round) -> Callable[[], Tensor]:
         """The momentum of this rank's pieces takes in their gradients, and updates leave for the owners.
@@ -111,6 +103,18 @@ class Sharded(Shared):
             return lambda: outgoing
         return self.rank_group.all_to_all("updates", outgoing, sent.sizes, one.from_ranks.sizes).wait
 
+    def _received(self, bucket: Bucket, received: Message, message: Tensor, outcomes: list[int]) -> Update:
+        """The updates of whole matrices, put together from what their ranks have sent."""
+        U = message.new_empty(len(bucket.matrices), bucket.rows, bucket.cols)
+        pairs = []
+        for x, whole in zip(bucket.matrices, U.unbind(0), strict=True):
+            natural = whole.view(x.layout.views[x.index].shape)
+            for parcel in received.parcels[x.number]:
+                pairs += parcel.part.views(natural, parcel.of(message))
+        _copy(pairs)
+        U = U.to(bucket.precision)
+        return self.update(bucket, _rows(bucket), outcomes, U, peak_of(U))
+
     def _send_directions(self, one: Round, outgoing: Tensor) -> Callable[[], None]:
         """Directions leave for all ranks that have a part. Returns what waits for those that arrive here, and
         applies them.
@@ -129,18 +133,6 @@ class Sharded(Shared):
 
 def _rows(bucket: Bucket) -> list[int]:
     return list(range(len(bucket.matrices)))
-
-
-def _assembled(bucket: Bucket, received: Message, message: Tensor) -> Tensor:
-    """The whole updates of a bucket, `(B, rows, cols)`."""
-    U = message.new_empty(len(bucket.matrices), bucket.rows, bucket.cols)
-    pairs = []
-    for x, whole in zip(bucket.matrices, U.unbind(0), strict=True):
-        natural = whole.view(x.layout.views[x.index].shape)
-        for parcel in received.parcels[x.number]:
-            pairs += parcel.part.views(natural, parcel.of(message))
-    _copy(pairs)
-    return U.to(bucket.precision)
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

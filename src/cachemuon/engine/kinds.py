@@ -23,13 +23,15 @@ RanksOf = Callable[[Group, Tensor], Ranks]
 
 class Prices(NamedTuple):
     """FLOPs of one matrix by outcome: as executed, as the paper counts, and on a rank that has a copy and
-    does not own it; an outcome that is missing costs nothing. `solve` is the cheapest fresh solve.
+    does not own it; an outcome that is missing costs nothing. `solve` is the cheapest fresh solve,
+    `transform` one that makes a transform.
     """
 
     executed: dict[str, int]
     paper: dict[str, int]
     copy: dict[str, int]
     solve: int
+    transform: int = 0
 
 
 class Choice(NamedTuple):

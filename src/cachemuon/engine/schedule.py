@@ -102,7 +102,7 @@ class Schedule:
         `readings (N, 3)` are `max|U|`, or `MISSING` where no step was taken; the residual of a cached
         direction; and that of a fresh one with a transform; 0 where there is none.
         """
-        outcome = torch.tensor(wanted)
+        outcome = torch.tensor(wanted, device="cpu")
         peak, probed, refreshed = readings.unbind(1)
         stepped, finite = peak != MISSING, torch.isfinite(peak)
         good = stepped & finite

@@ -65,7 +65,7 @@ class DeviceValues:
         """
         changed = []
         if factors is not None:
-            self._host[self._spans[0]] = torch.tensor(factors, dtype=torch.float64).flatten()
+            self._host[self._spans[0]] = torch.tensor(factors, dtype=torch.float64, device="cpu").flatten()
             changed.append(self._spans[0])
         for (block, life), span in zip(self._drawn.items(), self._spans[1:], strict=True):
             if life != step // block.period:

@@ -231,15 +231,15 @@ class ExecutedCost(Cost):
 
     @property
     def probing(self) -> int:
-        """Sketch: k (4nm + 4n^2). Exact: 4n^2 m, the candidate and its Gram matrix. Clipped: (2k + 4r) nm +
-        (2k + 6r) n^2, and small products with r x r or k x k. Not counted: Cholesky factors and triangular
-        solves.
+        """Sketch: k (4nm + 4n^2) + 2k^2 m. Exact: 4n^2 m, the candidate and its Gram matrix. Clipped:
+        (2k + 4r) nm + (2k + 6r) n^2, and small products with r x r or k x k. Not counted: Cholesky factors
+        and triangular solves.
         """
         n, m, k, r = self.n, self.m, self.vectors, self.rank
         if self.probe == "exact":
             return 4 * n * n * m
         if not r:
-            return 4 * k * n * (m + n)
+            return 4 * k * n * (m + n) + 2 * k * k * m
         small = 6 * r * r * n + 2 * (1 + len(POLES)) * r**3
         estimate = 4 * k * n * r + 2 * k * k * (m + n)
         return (2 * k + 4 * r) * n * m + (2 * k + 6 * r) * n * n + small + estimate

@@ -163,7 +163,7 @@ class CacheMuon(MatrixOptimizer):
         )
         executed, by_paper = ({one: model.price_of(one) for one in OUTCOMES} for model in (cost, paper))
         copy = {one: cost.price_of_copy({one: 1}) for one in OUTCOMES}
-        prices = Prices(executed, by_paper, copy, cost.baseline)
+        prices = Prices(executed, by_paper, copy, cost.baseline, cost.transform)
         if why := _why_not_cached(group, cost, count, param.device.type):
             return Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
         life, block = Life(group["max_age"], gamma=float(group["gamma"])), block_of(group, n)

@@ -93,6 +93,8 @@ def load(optimizer: MatrixOptimizer, state_dict: StateDict, unpack: Callable[[St
     )
     try:
         unpack(state_dict)
+        for text in told:  # here, since a warning may be an error
+            warnings.warn(text, stacklevel=3)
     except Exception:
         optimizer.__dict__.update(before)  # torch has made another state and other groups
         optimizer._connections.agreed = agreed  # else this rank alone would ask the others to agree again
@@ -100,8 +102,6 @@ def load(optimizer: MatrixOptimizer, state_dict: StateDict, unpack: Callable[[St
     finally:
         for handle in handles:
             handle.remove()
-    for text in told:
-        warnings.warn(text, stacklevel=3)
 
 
 def _check_saved(optimizer: MatrixOptimizer, saved: StateDict) -> None:

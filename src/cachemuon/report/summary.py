@@ -243,7 +243,7 @@ def _cache_state(plan: Plan, one: MatrixReport) -> str:
 
 def _spent(prices: Prices, outcomes: Mapping[str, int], placement: Placement | None) -> int:
     """The FLOPs of such outcomes, by all ranks that share the matrix."""
-    spent = _price(prices.executed, outcomes)
+    spent = _spent_by_owner(prices, outcomes, placement)
     if placement is not None and placement.replicated:
         spent += (len(placement.ranks) - 1) * _price(prices.copy, outcomes)
     return spent
@@ -252,8 +252,14 @@ def _spent(prices: Prices, outcomes: Mapping[str, int], placement: Placement | N
 def _spent_here(prices: Prices, outcomes: Mapping[str, int], placement: Placement | None) -> int:
     """The same by this rank."""
     if placement is None or placement.owned:
-        return _price(prices.executed, outcomes)
+        return _spent_by_owner(prices, outcomes, placement)
     return _price(prices.copy, outcomes) if placement.replicated else 0
+
+
+def _spent_by_owner(prices: Prices, outcomes: Mapping[str, int], placement: Placement | None) -> int:
+    """The same by its owner, which makes a transform for other ranks also while the cache is suspended."""
+    replicated = placement is not None and placement.replicated
+    return _price(prices.executed | ({"uncached": prices.transform} if replicated else {}), outcomes)
 
 
 def _price(prices: Mapping[str, int], outcomes: Mapping[str, int]) -> int:

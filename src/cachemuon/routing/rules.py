@@ -1,7 +1,7 @@
 """Which parameter goes to Muon, which to Adam, and why: the rules.
 
 Muon is for the weight matrices of hidden layers. The first rule that applies decides; class and structure
-are asked first, names where there is nothing else. `docs/routing.md` shows the routes of real models.
+are asked first, names where there is nothing else. `docs/notebook/architectures.md` shows the routes of real models.
 
 | rule | what it is | to |
 |---|---|---|
