@@ -1,7 +1,8 @@
 """Which parameter goes to Muon, which to Adam, and why: the rules.
 
-Muon is for the weight matrices of hidden layers. The first rule that applies decides; class and structure
-are asked first, names where there is nothing else. `docs/notebook/architectures.md` shows the routes of real models.
+Muon is for the weight matrices of hidden layers. The first rule that applies decides. Rules look at classes
+and structure first, at names only where nothing else helps. `docs/notebook/architectures.md` shows the routes
+of real models.
 
 | rule | what it is | to |
 |---|---|---|
