@@ -1,4 +1,4 @@
-"""A step of Muon and CacheMuon on many ranks, counted: FLOPs, bytes, balance, memory. docs/notebook/scaling.md.
+"""Count a step of Muon and CacheMuon on many ranks: FLOPs, bytes, balance, memory. docs/notebook/scaling.md
 
     python benchmarks/scale.py [--page docs/notebook/scaling.md] [--picture docs/img/scale.png]
 

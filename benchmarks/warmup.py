@@ -2,15 +2,16 @@
 
     python benchmarks/warmup.py [--width 256] [--depth 2] [--steps 500] [--warmup 100]
 
-A GPT predicts the bytes of the running Python's sources (momentum.py). `CacheMuon` with its defaults trains it;
-the learning rate grows linearly during the warm-up and is constant afterwards. At every step the residual of
-each cached direction is measured twice: of `Q X` as it is, exactly, and of the repaired direction, as the
+A GPT predicts the bytes of the running Python's sources (momentum.py). `CacheMuon` with its defaults trains
+it; the learning rate grows linearly during the warm-up and is constant afterwards. At every step the residual
+of each cached direction is measured twice: of `Q X` as it is, exactly, and of the repaired direction, as the
 optimizer estimates it. docs/faq.md has the table.
 """
 
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -24,7 +25,7 @@ CONTEXT, BATCH, LR = 128, 8, 0.04
 
 
 def residuals(width: int, depth: int, steps: int, warmup: int) -> list[dict[str, list[float]]]:
-    """For each step the residuals of all cached directions, "raw" and "repaired", and how many were "bounded"."""
+    """The residuals of all cached directions at each step, "raw" and "repaired", and the number "bounded"."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data, window = corpus(), torch.arange(CONTEXT + 1)
@@ -78,7 +79,7 @@ def main() -> None:
     found = residuals(args.width, args.depth, args.steps, args.warmup)
     bounds = sorted({0, min(10, args.steps), args.warmup, args.steps})
     cells = [["steps", "raw, median", "largest", "repaired, median", "largest", "bounded"]]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         some = found[begin:end]
         row = [f"{begin + 1} to {end}"]
         for kind in ("raw", "repaired"):

@@ -28,8 +28,8 @@ from cachemuon import (
     param_groups,
 )
 from cachemuon.distributed.placement import ranks_of
-from cachemuon.engine.orthogonalize import Direction, Orthogonalizer, Update, keep
 from cachemuon.engine.kinds import Choice, Prices
+from cachemuon.engine.orthogonalize import Direction, Orthogonalizer, Update, keep
 from cachemuon.engine.schedule import Life
 from cachemuon.newton_schulz.normalize import computed_in
 from cachemuon.newton_schulz.workspace import Workspace, solve_bytes
