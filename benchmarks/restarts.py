@@ -294,9 +294,9 @@ def products_table() -> None:
     for kind, members in by_kind(cases).items():
         cells = [kind, str(len(members))]
         for restarts in ((), (2,)):
-            for smallest in (10**9, products.SMALLEST):
+            for smallest in (10**9, products.MIN_ROWS):
                 errors = []
-                with mock.patch.object(products, "SMALLEST", smallest):
+                with mock.patch.object(products, "MIN_ROWS", smallest):
                     for case in members:
                         exact = StandardNS(GRAM).solve(case.X.double(), Workspace())
                         D = GramNS(GRAM, restarts).solve(case.X, Workspace())

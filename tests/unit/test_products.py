@@ -24,7 +24,7 @@ def test_it_is_the_full_product_and_exactly_symmetric(n, dtype):
         assert symmetric(X, X.mT, out) is out
         torch.testing.assert_close(out, R)
         if panels(n, dtype) > 1:
-            corners = symmetric(X, X.mT, torch.empty_like(R), corners=True)
+            corners = symmetric(X, X.mT, torch.empty_like(R), symmetrize_diagonal=True)
             assert torch.equal(corners, corners.mT)
             torch.testing.assert_close(corners, R)
     torch.testing.assert_close(
@@ -51,7 +51,7 @@ def test_solvers_multiply_less_and_are_as_exact(m, monkeypatch):
     for solver in (GramNS(), StandardNS()):
         exact, errors, counts = solver(M), [], []
         for smallest in (640, 10**6):
-            monkeypatch.setattr(products, "SMALLEST", smallest)
+            monkeypatch.setattr(products, "MIN_ROWS", smallest)
             with FlopCounterMode(display=False) as counter:
                 direction = solver(M.float()).double()
             counts.append(counter.get_total_flops())

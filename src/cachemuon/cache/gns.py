@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..newton_schulz.normalize import (
     computed_in,
+    fits_dtype,
     full_precision,
-    holds,
     peak_of,
     prescale_,
     restore,
@@ -256,7 +256,7 @@ class CacheGNS:
     def _precision(self, scale: Tensor) -> torch.dtype:
         """The dtype of the product `Q X`: the solver's, if that holds its transforms."""
         dtype = self.fresh.precision(scale)
-        return dtype if holds(dtype, self.fresh.schedule) else scale.dtype
+        return dtype if fits_dtype(dtype, self.fresh.schedule) else scale.dtype
 
 
 def check_gate(gamma: float, max_age: int | None) -> None:

@@ -16,7 +16,7 @@ from ..engine.kinds import Kind
 from ..engine.local import grouped
 from ..engine.plan import Chunk, Plan
 from ..newton_schulz.normalize import computed_in
-from ..newton_schulz.workspace import ceiling
+from ..newton_schulz.workspace import memory_limit
 from .layout import ShardSlice, in_rounds
 from .placement import Placement
 
@@ -129,7 +129,7 @@ def _together(members: list[Member], placements: Placements) -> list[list[Member
         itemsize = dtype.itemsize + 2 * computed_in(dtype).itemsize
         owners, shares = [], []
         for _, x in alike:
-            room = ceiling(x.group["max_workspace_bytes"], x.param.device.type) / 8
+            room = memory_limit(x.group["max_workspace_bytes"], x.param.device.type) / 8
             owners.append(placements[x.number].owner)
             shares.append(prod(x.layout.views[x.index].shape) * itemsize / room)
         found += in_rounds(alike, owners, shares)

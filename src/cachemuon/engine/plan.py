@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..newton_schulz.normalize import computed_in
-from ..newton_schulz.workspace import Workspace, ceiling
+from ..newton_schulz.workspace import Workspace, memory_limit
 from ..report.counters import entry_name
 from .bucket import Bucket, Matrix, local
 from .kinds import Choice, Group, Kind, Method, RanksOf, kinds_of, matrices_of, on_device, settings_of
@@ -91,7 +91,7 @@ class Plan:
         `piece` are the sides of what this rank has of each, where that is not all.
         """
         first = matrices[0]
-        limit = ceiling(first.group["max_workspace_bytes"], first.param.device.type) // share
+        limit = memory_limit(first.group["max_workspace_bytes"], first.param.device.type) // share
         size = max(limit // kind.choice.room, 1)
         sides = piece or first.layout.views[first.index].sides
         block = None if piece else kind.choice.block
@@ -120,7 +120,7 @@ class Plan:
         """Make room for so many rows of a bucket: buckets of several shapes take turns in the workspace."""
         first = bucket.matrices[0]
         room = rows * self.choices[first.number].room
-        limit = ceiling(first.group["max_workspace_bytes"], first.param.device.type)
+        limit = memory_limit(first.group["max_workspace_bytes"], first.param.device.type)
         n, m = sorted((bucket.rows, bucket.cols))
         self.workspace.prepare(rows, n, m, bucket.precision.itemsize, room, limit)
 
@@ -247,7 +247,7 @@ def _bucket(chunk: Chunk, factors: Tensor, values: DeviceValues) -> Bucket:
         None if chunk.block is None else values.blocks[chunk.block],
         first.group["lr"] if on_device(first.group["lr"]) else None,
         len(chunk.matrices) * chunk.choice.room,
-        ceiling(first.group["max_workspace_bytes"], first.param.device.type),
+        memory_limit(first.group["max_workspace_bytes"], first.param.device.type),
     )
 
 

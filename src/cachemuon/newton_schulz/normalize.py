@@ -44,14 +44,14 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def holds(dtype: torch.dtype, schedule: Schedule) -> bool:
+def fits_dtype(dtype: torch.dtype, schedule: Schedule) -> bool:
     """Whether transforms of a schedule may be rounded to a dtype.
 
     Their entries go up to its gain, where they meet directions that are zero in the matrix that they were
     made for. What rounding loses there, `gain eps / 2`, must not be much longer than a direction.
 
     >>> from cachemuon import DEEPSEEK_V4, GRAM
-    >>> holds(torch.float16, GRAM), holds(torch.float16, DEEPSEEK_V4)  # gains of 804 and 79,263
+    >>> fits_dtype(torch.float16, GRAM), fits_dtype(torch.float16, DEEPSEEK_V4)  # gains of 804 and 79,263
     (True, False)
     """
     return schedule.gain * torch.finfo(dtype).eps / 2 <= 4

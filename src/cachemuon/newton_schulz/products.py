@@ -12,7 +12,7 @@ from torch import Tensor
 PANELS = 4
 """Into how many panels of columns a product is cut. Each is computed from the diagonal down."""
 
-SMALLEST = 640
+MIN_ROWS = 640
 """From how many rows on that pays: GramNS takes 0.97 of its time with full products at 512, 0.86 at 768 and
 0.80 at 1280, on two cores in float32 (docs/performance.md). In half precision it was not measured."""
 
@@ -23,7 +23,7 @@ def panels(n: int, dtype: torch.dtype) -> int:
     >>> panels(768, torch.float32), panels(256, torch.float32), panels(768, torch.float16)
     (4, 1, 1)
     """
-    return PANELS if n >= SMALLEST and dtype in (torch.float32, torch.float64) else 1
+    return PANELS if n >= MIN_ROWS and dtype in (torch.float32, torch.float64) else 1
 
 
 def product(
@@ -49,11 +49,11 @@ def symmetric(
     *,
     beta: float = 1.0,
     alpha: float = 1.0,
-    corners: bool = False,
+    symmetrize_diagonal: bool = False,
 ) -> Tensor:
     """`alpha A B + beta plus` in `out (..., n, n)`, for batches A and B with a symmetric product.
 
-    What rounding leaves asymmetric in the diagonal blocks is averaged out only with `corners`.
+    What rounding leaves asymmetric in the diagonal blocks is averaged out only with `symmetrize_diagonal`.
 
     >>> X = torch.tensor([[[1.0, 2.0], [0.0, 1.0]]])
     >>> symmetric(X, X.mT, torch.empty(1, 2, 2))
@@ -73,7 +73,7 @@ def symmetric(
                 torch.mm(left[i:], right[:, i:j], out=panel)
             else:
                 torch.addmm(plus[number, i:, i:j], left[i:], right[:, i:j], beta=beta, alpha=alpha, out=panel)
-            if corners:
+            if symmetrize_diagonal:
                 corner = panel[: j - i]
                 corner.add_(corner.mT.clone()).mul_(0.5)
             target[i:j, j:].copy_(panel[j - i :].mT)

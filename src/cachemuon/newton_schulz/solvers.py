@@ -192,7 +192,7 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
         if not last:
             T = symmetric(P, R, T)
             # An R that is symmetric but for its corners makes the error grow (docs/log.md).
-            R = symmetric(T, P, R, corners=True)
+            R = symmetric(T, P, R, symmetrize_diagonal=True)
         if k == 0:
             P, Q = Q, P  # before it Q is the identity, and never multiplied with
         else:

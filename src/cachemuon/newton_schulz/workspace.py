@@ -91,13 +91,13 @@ class Workspace:
         return view
 
 
-def ceiling(max_workspace_bytes: int | None, device_type: str) -> int:
+def memory_limit(max_workspace_bytes: int | None, device_type: str) -> int:
     """The bytes that a step may take beside the state.
 
     By default 64 MiB on a CPU, where stacks that no cache holds take longer than their matrices one by one
     (docs/performance.md), and 1 GiB on other devices, where every operation has to be launched.
 
-    >>> ceiling(None, "cpu"), ceiling(None, "cuda"), ceiling(5, "cpu")
+    >>> memory_limit(None, "cpu"), memory_limit(None, "cuda"), memory_limit(5, "cpu")
     (67108864, 1073741824, 5)
     """
     if max_workspace_bytes is not None:

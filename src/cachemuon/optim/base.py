@@ -25,8 +25,7 @@ from ..newton_schulz.schedules import Schedule
 from ..newton_schulz.solvers import Solver
 from ..report import summary
 from ..report.counters import Event
-from ..routing.layout import MatrixView
-from ..routing.names import named_params
+from ..routing.layout import MatrixView, named_params
 from . import checkpoint
 from .adam import ADAM_DEFAULTS, adam_step
 from .settings import check_adam_group, check_muon_group, check_once, check_param, shorthand

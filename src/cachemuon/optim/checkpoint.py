@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
 from ..distributed.state import sharded_as
-from ..routing.names import named_params
+from ..routing.layout import named_params
 from .adam import laid_out_as
 from .import_state import convert
 from .settings import (

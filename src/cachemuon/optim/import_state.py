@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import StateDict
 
-from ..routing.names import named_params
+from ..routing.layout import named_params
 
 
 @dataclass(frozen=True)

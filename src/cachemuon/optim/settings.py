@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..distributed.placement import check_sharding
 from ..engine.momentum import ADJUST_LR_FNS
-from ..newton_schulz.normalize import holds
+from ..newton_schulz.normalize import fits_dtype
 from ..newton_schulz.schedules import QUINTIC, Schedule
 from ..newton_schulz.solvers import Solver
 from ..report.counters import COLUMNS, NEVER, OUTCOMES, RESIDUALS, entry_name
@@ -55,7 +55,7 @@ def check_cache_storage(group: dict[str, Any]) -> None:
         allowed = ", ".join(map(str, CACHE_DTYPES))
         raise ValueError(f"cache_dtype must be one of {allowed} or None, got {dtype!r}")
     schedule = group["solver"].schedule
-    if dtype is not None and not holds(dtype, schedule):
+    if dtype is not None and not fits_dtype(dtype, schedule):
         needed = f"a transform of this solver, with entries up to {schedule.gain:.0f}"
         raise ValueError(f"cache_dtype must hold {needed}, got {dtype!r}")
 

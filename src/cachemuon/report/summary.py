@@ -15,7 +15,7 @@ from ..distributed.placement import Placement
 from ..engine.bucket import Matrix
 from ..engine.kinds import Prices
 from ..engine.plan import Plan
-from ..routing.names import named_params, number_name
+from ..routing.layout import named_params, number_name
 from .counters import (
     LAST,
     MADE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -124,3 +124,18 @@ def parts(length: int, split: Split) -> tuple[int, ...]:
 def layout_of(group: dict[str, Any], param: Tensor) -> MatrixLayout:
     """How a parameter of a Muon group is read."""
     return matrix_layout(tuple(param.shape), group["view"], group["split"], group["transposed"])
+
+
+def number_name(group: int, place: int) -> str:
+    """The name of a parameter that was given none.
+
+    >>> number_name(0, 3)
+    'group0.param3'
+    """
+    return f"group{group}.param{place}"
+
+
+def named_params(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the group with that index, with their names or numbers."""
+    names = group.get("param_names") or [number_name(index, i) for i in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
