@@ -23,7 +23,14 @@ LABELS = {
     "jordan": "Muon (Jordan)",
     "adamw": "AdamW",
     "stale": "StaleMuon",
+    "dion2": "Dion2",
+    "dion3": "Dion3",
+    "adamuon": "AdaMuon",
+    "soap": "SOAP",
 }
+
+NORMUON = {"gram": "NorMuon", "jordan": "NorMuon (Jordan)"}
+"""The names that these have with `normalize="rows"`."""
 
 MOST = 2**53
 """The largest integer that a setting may be: the largest that a float is exact up to."""
@@ -62,16 +69,22 @@ class OptimizerConfig:
 
     "polar", "gram", "jordan": Muon that solves at every step; "paper": CacheMuon.paper, of which only `gamma`
     is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `min_rows`; "stale": GramMuon
-    that solves at every `period`-th step and takes the same direction until the next; "adamw": Adam for
-    everything, by the `adam_` settings. `head` says whose the output layer is.
+    that solves at every `period`-th step and takes the same direction until the next; "dion2", "dion3":
+    `fraction` of the rows is solved; "adamuon", "soap": with second moments of the decay `beta2`, as "dion3";
+    "adamw": Adam for everything, by the `adam_` settings. `normalize` is that of `Muon` and `CacheMuon`.
+    `head` says whose the output layer is.
 
     >>> OptimizerConfig("paper", gamma=2.0).label
     'CacheMuon.paper gamma=2'
     >>> OptimizerConfig("cache", gamma=2.0, gate="residual").slug
     'cache-gamma2-gateresidual'
+    >>> OptimizerConfig("gram", normalize="rows").label
+    'NorMuon'
     """
 
-    kind: Literal["polar", "gram", "paper", "cache", "jordan", "adamw", "stale"]
+    kind: Literal[
+        "polar", "gram", "paper", "cache", "jordan", "adamw", "stale", "dion2", "dion3", "adamuon", "soap"
+    ]
     lr: float = 1e-3
     momentum: float = 0.95
     nesterov: bool = False
@@ -86,6 +99,9 @@ class OptimizerConfig:
     cache_all: bool = False
     min_rows: int = 0
     period: int = 2
+    normalize: Literal["rows", "factored"] | None = None
+    fraction: float = 0.25
+    beta2: float = 0.95
     adam_lr: float = 2e-3
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_weight_decay: float = 1e-4
@@ -97,7 +113,15 @@ class OptimizerConfig:
             _non_negative(f"optimizer.{name}", getattr(self, name))
         if self.clip is not None and not 0 <= self.clip <= 1:
             raise ValueError(f"optimizer.clip must be a fraction, from 0 to 1, or none, got {self.clip!r}")
-        for name, values in (("momentum", (self.momentum,)), ("adam_betas", self.adam_betas)):
+        if not 0 < self.fraction <= 1:
+            got = repr(self.fraction)
+            raise ValueError(f"optimizer.fraction must be greater than 0 and at most 1, got {got}")
+        if self.normalize is not None and self.kind not in ("polar", "gram", "jordan", "cache"):
+            raise ValueError(
+                f"optimizer.normalize must be none for kind {self.kind!r}, got {self.normalize!r}"
+            )
+        decays = {"momentum": (self.momentum,), "beta2": (self.beta2,), "adam_betas": self.adam_betas}
+        for name, values in decays.items():
             if not all(0 <= value < 1 for value in values):
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)!r}")
         for name in ("vectors", "period"):
@@ -114,15 +138,27 @@ class OptimizerConfig:
     def label(self) -> str:
         """The name for people: what tells this optimizer from the others of a comparison."""
         told = [f"{name}={_short(getattr(self, name))}" for name in self._telling()]
-        return " ".join([LABELS[self.kind], ", ".join(told)]).strip()
+        name = LABELS[self.kind]
+        if self.normalize == "rows" and self.kind in NORMUON:
+            name, told = NORMUON[self.kind], [one for one in told if one != "normalize=rows"]
+        return " ".join([name, ", ".join(told)]).strip()
 
     def _telling(self) -> list[str]:
-        """The settings that the name has: the paper's gamma, and those that are not the defaults."""
-        own = {"cache": CACHE_SETTINGS, "stale": ("period",)}.get(self.kind, ())
-        if self.kind != "adamw":
-            own = ("nesterov", *own)
-        told = [name for name in own if getattr(self, name) != getattr(OptimizerConfig, name)]
-        return ["gamma", *told] if self.kind == "paper" else told
+        """The settings that the name has: gamma or fraction, and those that are not the defaults."""
+        own: dict[str, tuple[str, ...]] = {
+            "adamw": (),
+            "cache": ("nesterov", *CACHE_SETTINGS, "normalize"),
+            "stale": ("nesterov", "period"),
+            "paper": ("nesterov",),
+            "dion2": (),
+            "dion3": ("beta2",),
+            "adamuon": ("nesterov", "beta2"),
+            "soap": ("beta2",),
+        }
+        names = own.get(self.kind, ("nesterov", "normalize"))
+        told = [name for name in names if getattr(self, name) != getattr(OptimizerConfig, name)]
+        always = {"paper": ["gamma"], "dion2": ["fraction"], "dion3": ["fraction"]}
+        return [*always.get(self.kind, []), *told]
 
     @property
     def slug(self) -> str:

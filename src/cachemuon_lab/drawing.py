@@ -47,8 +47,13 @@ COLOURS = {
     "stale": "#8C6D3F",
     "adamw": "#888888",
     "cache": "#B3123A",
+    "dion2": "#009E73",
+    "dion3": "#005F45",
+    "adamuon": "#E69F00",
+    "soap": "#7B5EA7",
 }
 MARKERS = {"gram": "s", "polar": "D", "jordan": "v", "stale": "X", "adamw": "P", "paper": "o", "cache": "^"}
+MARKERS |= {"dion2": "<", "dion3": ">", "adamuon": "*", "soap": "h"}
 GAMMAS = (0.5, 2.0, 5.0, 10.0, 15.0, 60.0)
 GAMMA_COLOURS = ("#B3A400", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#5E2A57")
 DASHES = ("-", "--", ":", "-.")

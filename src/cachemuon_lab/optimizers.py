@@ -38,6 +38,7 @@ from cachemuon.optim.muon import solver_prices
 from cachemuon.report.counters import EXPIRED, FIRST, HIT, OUTCOMES
 from cachemuon.routing.layout import MatrixView, layout_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
+from cachemuon_lab.rivals import AdaMuon, Dion2, Dion3, Rival, soap, soap_flops
 
 SOLVERS: dict[str, Solver] = {
     "polar": StandardNS(POLAR_EXPRESS),
@@ -68,13 +69,24 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
         return torch.optim.AdamW(model.named_parameters(), **adam)
     decay = {"weight_decay": config.adam_weight_decay}  # of everything, as in the paper
     groups = param_groups(model, head=config.head, adam=adam, vectors=decay)
-    muon: dict[str, Any] = {
+    if config.kind == "soap":
+        betas = (config.momentum, config.beta2)
+        return soap(groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+    rival: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.momentum,
-        "nesterov": config.nesterov,
         "weight_decay": config.weight_decay,
         "adjust_lr_fn": config.adjust_lr_fn,
     }
+    if config.kind == "dion2":
+        return Dion2(groups, fraction=config.fraction, **rival)
+    if config.kind == "dion3":
+        return Dion3(groups, fraction=config.fraction, beta2=config.beta2, **rival)
+    muon = {**rival, "nesterov": config.nesterov}
+    if config.kind == "adamuon":
+        return AdaMuon(groups, beta2=config.beta2, **muon)
+    if config.normalize is not None:
+        muon["normalize"] = config.normalize
     if config.kind != "stale":  # StaleMuon does not share work among ranks
         muon["process_group"] = copies
     if config.kind == "paper":
@@ -167,7 +179,7 @@ class Meter:
         self._device = device if synchronize and device.type == "cuda" else None
         self.seconds = {"optimizer_seconds": 0.0, "orthogonalization_seconds": 0.0}
         self._before = self._outcomes()
-        if isinstance(optimizer, MatrixOptimizer):
+        if isinstance(optimizer, MatrixOptimizer | Rival):
             optimizer.around_matrices = self._matrix_part
 
     @contextmanager
@@ -203,6 +215,8 @@ class Meter:
     def saved_flops(self, steps: int) -> float | None:
         """The fraction of GramMuon's FLOPs in `steps` steps that was saved, by the paper's model."""
         shapes = []
+        if not isinstance(self.optimizer, MatrixOptimizer | Rival):
+            return None
         for group in self.optimizer.param_groups:
             if group.get("use_muon"):
                 layouts = (layout_of(group, param) for param in group["params"])
@@ -214,7 +228,11 @@ class Meter:
     def _outcomes(self) -> dict[str, Any]:
         misses = dict.fromkeys(MISSES, 0)
         if not isinstance(self.optimizer, MatrixOptimizer):
-            return {"hits": 0, "misses": misses, "flops": 0, "flops_paper": 0}
+            calls, spent, by_paper = 0, soap_flops(self.optimizer), 0
+            if isinstance(self.optimizer, Rival):
+                calls, spent, by_paper = self.optimizer.counted()
+            misses |= {"fresh": calls}
+            return {"hits": 0, "misses": misses, "flops": spent, "flops_paper": by_paper}
         stats = self.optimizer.cache_stats()
         for entry in stats["matrices"].values():
             for reason, number in entry["misses"].items():

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 
 from cachemuon.distributed import full_tensor, sharded_as
-from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.optim.settings import check_adam_group, check_entries, check_form
 from cachemuon_lab.models import BLOCKS, Model
 
@@ -112,7 +112,7 @@ def whole_model(model: Model) -> dict[str, Tensor]:
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Go on from a state as `cachemuon.distributed.whole_state_dict` gives it, on any number of ranks."""
-    if not isinstance(optimizer, MatrixOptimizer):  # those check what they load, and shard it
+    if isinstance(optimizer, AdamW):  # Muons check what they load, and shard it
         check_form(state)
         for group in state["param_groups"]:
             check_adam_group(group)

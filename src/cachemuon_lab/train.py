@@ -35,6 +35,7 @@ from cachemuon_lab.models import GPT2Config, Model, build
 from cachemuon_lab.optimizers import Meter, StaleMuon, make_optimizer
 from cachemuon_lab.ranks import Ranks, load_optimizer, whole_model
 from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Record, Run, describe_environment, held
+from cachemuon_lab.rivals import Rival
 from cachemuon_lab.tensorboard import TensorBoard
 
 Progress = Callable[[dict[str, Any]], None]
@@ -189,7 +190,7 @@ def _trained(
             line = {"loss": loss_sum / ranks.world, "lr": optimizer.param_groups[0]["lr"]}
             line |= {"tokens": standing.tokens + tokens, "step_seconds": meter.now() - step_began}
             line |= meter.read()
-            if isinstance(optimizer, StaleMuon):
+            if isinstance(optimizer, StaleMuon | Rival):
                 line["flops"] *= ranks.world  # each process does all matrices,
             line["flops_paper"] *= config.replicas  # as each of the paper's devices did
             record.write("step", step, **line)

@@ -51,7 +51,7 @@ def test_a_new_kind_has_the_settings_of_its_relative():
 @pytest.mark.parametrize(
     "kind, settings, message",
     [
-        ("sgd", {}, r"optimizer must be one of 'polar', .*'stale', got 'sgd'"),
+        ("sgd", {}, r"optimizer must be one of 'polar', .*'soap', got 'sgd'"),
         ("gram", {"gamma": 2.0}, "gamma goes with optimizer 'paper' or 'cache', got 'gram'"),
         ("adamw", {"max_age": 2}, "max_age goes with optimizer 'cache', got 'adamw'"),
         ("paper", {"max_age": 2}, "max_age goes with optimizer 'cache', got 'paper'"),

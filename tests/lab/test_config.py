@@ -82,7 +82,7 @@ def test_text_that_is_no_json_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OptimizerConfig("sgd"), "optimizer.kind must be one of 'polar', .*'stale', got 'sgd'"),
+        (lambda: OptimizerConfig("sgd"), "optimizer.kind must be one of 'polar', .*'soap', got 'sgd'"),
         (
             lambda: OptimizerConfig("cache", gate="no"),
             "optimizer.gate must be one of 'schedule', 'residual', got",
