@@ -23,7 +23,7 @@ def layer(inputs: int, outputs: int, stride: int):
     return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
 
 
-def main(steps: int = 20) -> dict:
+def main(steps: int = 60) -> dict:
     torch.manual_seed(0)
     model = nn.Sequential(
         *layer(3, CHANNELS, stride=2),

@@ -94,9 +94,9 @@ def bound(repair: Repair, residual: Tensor, gamma: float) -> Tensor:
     a number, it is cut to a Frobenius norm of about 1, and so to singular values below that; a direction that
     is not finite becomes zero.
     """
-    cut = repair.norm.reciprocal().nan_to_num_(0, posinf=0)
-    shorten = torch.ones_like(cut) if repair.shorten is None else repair.shorten
-    return torch.where((residual <= gamma).view(-1, 1, 1), shorten, torch.minimum(cut, shorten))
+    shorten = torch.ones_like(repair.norm) if repair.shorten is None else repair.shorten
+    cut = torch.minimum(repair.norm.reciprocal(), shorten)
+    return torch.where((residual <= gamma).view(-1, 1, 1), shorten, cut).nan_to_num_(0)
 
 
 def apply(
@@ -109,16 +109,16 @@ def apply(
     workspace: Workspace,
 ) -> list[Tensor]:
     """`factor (Q + left right) X`, with the product in that precision; in Q's the factors go into the small
-    Q, and X is never formed.
+    Q, and X is never formed. Where the factor is 0 the direction is 0, whatever Q.
     """
     if repair.formed is not None:
-        return [repair.formed.mul_(factor)]
+        return [repair.formed.mul_(factor).masked_fill_(factor == 0, 0)]
     directions = [workspace.like(f"direction {i}", one, precision) for i, one in enumerate(U)]
     sizes = [len(one) for one in U]
     if precision == Q.dtype:
         parts = _repaired(Q, scale * factor, repair, workspace).split(sizes)
         return [product(*one) for one in zip(parts, U, directions, strict=True)]
-    parts = _repaired(Q, torch.ones_like(scale), repair, workspace).to(precision).split(sizes)
+    parts = _repaired(Q, (factor != 0).to(Q.dtype), repair, workspace).to(precision).split(sizes)
     scaled = [(one * own).to(precision) for one, own in zip(U, scale.split(sizes), strict=True)]
     made = [product(*one) for one in zip(parts, scaled, directions, strict=True)]
     return [one.to(scale.dtype).mul_(own) for one, own in zip(made, factor.split(sizes), strict=True)]
@@ -128,9 +128,9 @@ def _repaired(Q: Tensor, factor: Tensor, repair: Repair, workspace: Workspace) -
     """`factor (Q + left right)`."""
     memory = None if torch.compiler.is_compiling() else workspace.square("Q", Q)
     scaled = torch.mul(Q, factor, out=memory)
-    if repair.left is None or repair.right is None:
-        return scaled
-    return product(repair.left, repair.right * factor, scaled, plus=scaled)
+    if repair.left is not None and repair.right is not None:
+        scaled = product(repair.left, repair.right * factor, scaled, plus=scaled)
+    return scaled.masked_fill_(factor == 0, 0)
 
 
 def _each(left: Tensor, batch: Tensor) -> Tensor:

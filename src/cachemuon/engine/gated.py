@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..cache.gns import CacheGNS
-from ..newton_schulz.solvers import Solver
 from ..newton_schulz.workspace import Workspace
 from ..report.counters import HIT
 from .orthogonalize import Direction, Orthogonalizer, Update, keep, rows_of, solved
@@ -22,7 +21,6 @@ class Gated:
 
     cache: CacheGNS
     gamma: float
-    cheapest: Solver
     entry: str | None = "transform"
 
     def kept_shape(self, n: int, m: int) -> tuple[int, int]:
@@ -38,7 +36,7 @@ class Gated:
         for update in updates:
             if (probed := update.of(HIT)) is not None:
                 yield from self._judged(update, *probed, workspace)
-            yield from solved(self.cache, self.cheapest, update, workspace)
+            yield from solved(self.cache, update, workspace)
 
     def _judged(
         self, update: Update, rows: list[int], some: Update, workspace: Workspace

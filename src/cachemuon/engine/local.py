@@ -33,13 +33,16 @@ class Local:
         """Take in the gradient of every matrix that has one."""
         self.readings.clear()
         for buckets in self.together:
-            updates = [
-                self._update(bucket, rows, place, outcomes)
-                for place, bucket in enumerate(buckets)
-                if (rows := [row for row, x in enumerate(bucket.matrices) if x.param.grad is not None])
+            stepped = [
+                (bucket, [row for row, x in enumerate(bucket.matrices) if x.param.grad is not None])
+                for bucket in buckets
             ]
-            if updates:
-                yield updates
+            if any(rows for _, rows in stepped):
+                yield [
+                    self._update(bucket, rows, place, outcomes)
+                    for place, (bucket, rows) in enumerate(stepped)
+                    if rows
+                ]
 
     def _update(self, bucket: Bucket, rows: list[int], place: int, outcomes: list[int]) -> Update:
         matrices = [bucket.matrices[row] for row in rows]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache.gns import CacheGNS
 from ..cache.reuse import Repair
-from ..newton_schulz.solvers import Solver
+from ..newton_schulz.solvers import Solver, cheaper
 from ..newton_schulz.workspace import Workspace
 from ..report.counters import EXPIRED, FIRST, HIT, UNCACHED
 from .bucket import Bucket
@@ -156,7 +156,6 @@ class Cached:
 
     cache: CacheGNS
     gamma: float
-    cheapest: Solver
     entry: str | None = "transform"
 
     def kept_shape(self, n: int, m: int) -> tuple[int, int]:
@@ -183,10 +182,10 @@ class Cached:
             for (update, rows, _), own, probed in zip(reused, D, residuals, strict=True):
                 yield Direction(update, rows, own, probed=probed)
         for update in updates:
-            yield from solved(self.cache, self.cheapest, update, workspace)
+            yield from solved(self.cache, update, workspace)
 
 
-def solved(cache: CacheGNS, cheapest: Solver, update: Update, workspace: Workspace) -> Iterator[Direction]:
+def solved(cache: CacheGNS, update: Update, workspace: Workspace) -> Iterator[Direction]:
     """The rows that the schedule wants solved: with a new transform to keep, or, suspended, without."""
     if (due := update.of(FIRST, EXPIRED)) is not None:
         rows, some = due
@@ -201,7 +200,8 @@ def solved(cache: CacheGNS, cheapest: Solver, update: Update, workspace: Workspa
     if (suspended := update.of(UNCACHED)) is not None:
         rows, some = suspended
         if some.solved is None:
-            D = cheapest.solve(some.U.mul_(some.scale), workspace)
+            X = some.U.mul_(some.scale)
+            D = cheaper(cache.fresh, X.shape[1], X.shape[2], cache.fresh.precision(X)).solve(X, workspace)
         else:
             D = applied(cache, some, some.solved, workspace)
         yield Direction(update, rows, D.mul_(some.gain))

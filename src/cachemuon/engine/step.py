@@ -40,6 +40,8 @@ def take_step(plan: Plan, exchanges: Sequence[Exchange], number: int) -> list[st
             orthogonalize = updates[0].bucket.orthogonalize
             for direction in orthogonalize(updates, number, plan.workspace):
                 exchange.scatter(direction)
+                del direction  # its memory is for the next one
+            del updates
         readings.append(exchange.measured())
     plan.send(number, outcomes, readings)
     return told

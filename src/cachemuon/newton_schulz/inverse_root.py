@@ -26,7 +26,8 @@ def inverse_root(H: Tensor) -> Tensor:
     """
     eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
     # L L^T = (H + t I) / w, so that L^-T L^-1 is w (H + t I)^-1: the sum over all pairs is one product.
-    shifted = torch.stack([torch.add(eye * (t / w), H, alpha=1 / w) for t, w in POLES], dim=1)
-    L = torch.linalg.cholesky_ex(shifted).L
-    inverse = torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False).flatten(1, 2)
-    return torch.bmm(inverse.mT, inverse)
+    L = torch.stack([torch.add(eye * (t / w), H, alpha=1 / w) for t, w in POLES], dim=1)
+    L = torch.linalg.cholesky_ex(L).L
+    L = torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False)  # one name: no more than two alive
+    L = L.flatten(1, 2)
+    return torch.bmm(L.mT, L)

@@ -116,9 +116,9 @@ def solve_bytes(n: int, m: int, itemsize: int = 4) -> int:
 
 def hit_bytes(n: int, m: int, columns: int, itemsize: int = 4) -> int:
     """What probing and applying a transform takes at most, with that many random vectors: five matrices of
-    n x m, four n x n, and thin ones.
+    n x m, four n x n, thin ones, and the small ones of an inverse root.
 
     >>> hit_bytes(768, 3072, 56) / 2**20
-    56.625
+    56.7685546875
     """
-    return itemsize * (n * (5 * m + 4 * n) + columns * (2 * m + 8 * n))
+    return itemsize * (n * (5 * m + 4 * n) + columns * (2 * m + 8 * n + 12 * columns))

@@ -168,7 +168,7 @@ class CacheMuon(MatrixOptimizer):
             return Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
         life, block = Life(group["max_age"], gamma=float(group["gamma"])), block_of(group, n)
         return Choice(
-            (Cached if group["gate"] == "schedule" else Gated)(cache, life.gamma, cheapest),
+            (Cached if group["gate"] == "schedule" else Gated)(cache, life.gamma),
             life,
             max(room, hit_bytes(n, m, block.columns, size)) + n * n * size,
             prices,
