@@ -162,7 +162,7 @@ class CacheMuon(MatrixOptimizer):
             solve_bytes(n, m, size),
         )
         executed, by_paper = ({one: model.price_of(one) for one in OUTCOMES} for model in (cost, paper))
-        copy = {one: cost.price_of_copy({one: 1}) for one in OUTCOMES}
+        copy = {one: cost.price_of_copy(one) for one in OUTCOMES}
         prices = Prices(executed, by_paper, copy, cost.baseline, cost.transform)
         if why := _why_not_cached(group, cost, count, param.device.type):
             return Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
