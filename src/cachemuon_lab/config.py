@@ -48,12 +48,14 @@ class DataConfig:
 
     "python": the standard library's own sources as bytes (or those of the folder `path`); "tokens":
     `train.bin` and `val.bin` in the folder `path`; "cifar10": CIFAR-10's files in the folder `path`.
-    `context` is the length of a window of tokens, the model's where it is None.
+    `context` is the length of a window of tokens, the model's where it is None. `part` of the validation
+    tokens or test images validates: all of them; the first half, to "tune" on; the second, to "report".
     """
 
     kind: Literal["python", "tokens", "cifar10"]
     path: str | None = None
     context: int | None = None
+    part: Literal["all", "tune", "report"] = "all"
 
     def __post_init__(self) -> None:
         _check_choices(self, "data.")

@@ -229,21 +229,22 @@ def _trained(
 
 def open_data(config: RunConfig) -> Batches:
     """The batches of a run; those of a step are the same on any number of processes."""
-    path = config.data.path
+    path, part = config.data.path, config.data.part
     if isinstance(config.model, GPT2Config):
         context, size = config.data.context or config.model.context, config.batch_size
         if config.data.kind == "python":
             if config.model.vocabulary < 256:
                 got = config.model.vocabulary
                 raise ValueError(f"model.vocabulary must be at least 256 for bytes, got {got}")
-            return python_corpus(path).batches(context, size, config.seed)
+            return python_corpus(path).batches(context, size, config.seed, part)
         folder = _required(path, "with train.bin and val.bin, as `cachemuon prepare` makes")
         train, validation = (
             TokenFile(folder / f"{name}.bin", config.model.vocabulary) for name in ("train", "val")
         )
-        return TokenBatches(train, validation, context, size, config.seed)
+        return TokenBatches(train, validation.part(part), context, size, config.seed)
     folder = _required(path, "with CIFAR-10's files, data_batch_1 to data_batch_5 and test_batch")
-    return ImageBatches(folder, config.batch_size, config.seed, config.accumulation * config.replicas)
+    calls = config.accumulation * config.replicas
+    return ImageBatches(folder, config.batch_size, config.seed, calls, part)
 
 
 def _required(path: str | None, what: str) -> Path:

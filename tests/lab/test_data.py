@@ -404,3 +404,33 @@ def test_augmentation_is_uniform(tmp_path):
     assert len(together) == 81 and (together - 1 / 81).abs().max() < 5 * 0.0011
     for offsets in (top, left):
         assert (torch.bincount(offsets, minlength=9) / 10_000 - 1 / 9).abs().max() < 5 * 0.0032
+
+
+# Parts of the validation
+
+
+def test_the_parts_of_the_validation_tokens_share_none():
+    ids = np.arange(201, dtype=np.uint8)
+    tokens = Tokens("count", ids, vocabulary=256)
+    seen = {}
+    for part in ("all", "tune", "report"):
+        batches = TokenBatches(tokens, tokens.part(part), context=10, batch_size=2, seed=0)
+        found = [torch.cat(batches.validation(i), dim=1) for i in range(batches.validation_batches)]
+        seen[part] = set(torch.cat(found).flatten().tolist())
+    assert max(seen["tune"]) < 100 <= min(seen["report"]) and seen["tune"] | seen["report"] <= set(range(201))
+    assert len(seen["tune"]) >= 81 and len(seen["report"]) >= 81  # whole batches of windows of 10
+    assert tokens.part("all") is tokens
+    assert tokens.part("report").describe()["sha256"] != tokens.describe()["sha256"]
+
+
+def test_the_parts_of_the_test_images_are_all_of_them(cifar):
+    labels = {
+        part: torch.cat([one for _, one in _validations(open_images(cifar, part=part))])
+        for part in ("all", "tune", "report")
+    }
+    assert len(labels["tune"]) == len(labels["report"]) == 60
+    assert torch.equal(torch.cat([labels["tune"], labels["report"]]), labels["all"])
+
+
+def _validations(batches):
+    return [batches.validation(number) for number in range(batches.validation_batches)]

@@ -357,6 +357,16 @@ def test_micro_batches_must_be_divisible():
         Ranks(0, 2).share(3)
 
 
+@pytest.mark.parametrize("make", [gpt2, resnet])
+def test_the_part_of_the_validation_changes_nothing_else(make, corpus, cifar, any_checksum, tmp_path):
+    config, runs = make(corpus if make is gpt2 else cifar), {}
+    for part in ("all", "tune", "report"):
+        run = replace(config, steps=2, validate_every=2, data=replace(config.data, part=part))
+        runs[part] = train(run, tmp_path / part)
+        assert same_bits(weights(tmp_path / part), weights(tmp_path / "all"))
+    assert len({run.validations[-1]["loss"] for run in runs.values()}) == 3
+
+
 # Optimizers
 
 

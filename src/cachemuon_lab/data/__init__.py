@@ -45,6 +45,15 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def part_of(size: int, part: str) -> slice:
+    """The validation examples of a part: "all" of them, "tune" the first half, "report" the second.
+
+    >>> part_of(5, "tune"), part_of(5, "report")
+    (slice(0, 2, None), slice(2, 5, None))
+    """
+    return {"all": slice(0, size), "tune": slice(0, size // 2), "report": slice(size // 2, size)}[part]
+
+
 def slot_of(micro: int, rank: int, world: int) -> int:
     """The number of a call of `train` within its step, `micro * world + rank`.
 

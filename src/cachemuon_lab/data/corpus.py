@@ -41,9 +41,9 @@ class Corpus:
     sha256: str
     files: int
 
-    def batches(self, context: int, batch_size: int, seed: int) -> TokenBatches:
-        """Windows of this corpus."""
-        return TokenBatches(self.train, self.validation, context, batch_size, seed)
+    def batches(self, context: int, batch_size: int, seed: int, part: str = "all") -> TokenBatches:
+        """Windows of this corpus, and of a part of its validation bytes."""
+        return TokenBatches(self.train, self.validation.part(part), context, batch_size, seed)
 
 
 def python_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:

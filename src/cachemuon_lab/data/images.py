@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cachemuon_lab.data import keyed_generator, slot_of
+from cachemuon_lab.data import keyed_generator, part_of, slot_of
 
 OFFICIAL_MD5 = {  # binary version, then python version
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -134,7 +134,8 @@ class ImageBatches:
     """CIFAR-10 in a new order every epoch, cropped and flipped at random; the test images in theirs.
 
     Each call of `train` returns `batch_size` images, and `calls_per_step` calls (micro-batches times ranks)
-    share a step. The order is a pure function of (seed, epoch), crops and flips of (seed, step).
+    share a step. The order is a pure function of (seed, epoch), crops and flips of (seed, step). `part` of
+    the test images validates: see `part_of`.
     The last step of an epoch takes the images that remain, dealt to its calls in turn.
     """
 
@@ -144,13 +145,16 @@ class ImageBatches:
         batch_size: int,
         seed: int,
         calls_per_step: int = 1,
+        part: str = "all",
         checksums: Mapping[str, str] = OFFICIAL_MD5,
     ) -> None:
         if batch_size < 1 or calls_per_step < 1:
             raise ValueError(f"must be at least 1: {batch_size=}, {calls_per_step=}")
         self.folder, self.seed = Path(folder), seed
         self.batch_size, self.calls_per_step = batch_size, calls_per_step
-        self._train, self._test = read_cifar10(self.folder, checksums)
+        self._train, test = read_cifar10(self.folder, checksums)
+        chosen = part_of(len(test.labels), part)
+        self._test = Split(test.images[chosen], test.labels[chosen], test.md5)
         if 0 < (rest := len(self._train.labels) % (batch_size * calls_per_step)) < calls_per_step:
             raise ValueError(f"the last step of an epoch has {rest} images for {calls_per_step} calls")
 

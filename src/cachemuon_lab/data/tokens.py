@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cachemuon_lab.data import keyed_generator, slot_of
+from cachemuon_lab.data import keyed_generator, part_of, slot_of
 
 FILE_DTYPE = np.dtype("<u2")
 """Two bytes for each token, the low one first: `train.bin` and `val.bin` of nanoGPT."""
@@ -107,6 +107,12 @@ class Tokens:
         for _, chunk in self._chunks():
             checksum.update(chunk.astype(FILE_DTYPE).tobytes())
         return checksum.hexdigest()
+
+    def part(self, part: str) -> Tokens:
+        """The tokens of a part of the validation: see `part_of`."""
+        if part == "all":
+            return self
+        return Tokens(f"{self.name}, {part}", self._unchecked[part_of(len(self), part)], self.vocabulary)
 
     def windows(self, starts: Tensor, length: int) -> Tensor:
         """`length` ids from each start, as int64 `(starts, length)`."""
