@@ -1,4 +1,4 @@
-"""CacheMuon beside the best fresh Muon and other baselines, on text and on images: docs/beyond-the-paper.md.
+"""CacheMuon beside the best fresh Muon and other baselines, on text and on images: docs/results.md.
 
     python benchmarks/beyond.py --text DIR --images DIR [--out runs/beyond] [--workers 2] [--ledger FILE]
 
@@ -242,6 +242,7 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
     """A title and the cells of each table, for the page."""
     made: dict[str, tuple[str, Cells]] = {}
     for task, found in results.items():
+        made[task] = f"{task}: losses", _losses(found["methods"])
         made[f"{task}_methods"] = f"{task}: methods", _methods(found["methods"])
         made[f"{task}_search"] = f"{task}: search", _search(found["search"])
     return made
@@ -250,6 +251,28 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
 def best_fresh(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The fresh rival with the lowest mean loss: what CacheMuon must be as good as."""
     return min((row for row in rows if row["kind"] in FRESH), key=lambda row: mean(row["losses"]))
+
+
+def _losses(rows: list[dict[str, Any]]) -> Cells:
+    """A row for each method: the mean of its seeds, its difference to the best fresh rival, and the FLOPs."""
+    gram, best = next(row for row in rows if row["kind"] == "gram"), best_fresh(rows)
+    cells = [["", "lr", "momentum", "seeds", "loss", "to the best fresh", "±", "FLOPs"]]
+    for row in rows:
+        muon = row["kind"] != "adamw"
+        apart = [one - other for one, other in zip(row["losses"], best["losses"], strict=False)]
+        cells.append(
+            [
+                LABELS[row["kind"]],
+                f"{row['lr']:g}",
+                _settings(row) if muon else "",
+                str(len(row["losses"])),
+                f"{mean(row['losses']):.3f}",
+                f"{mean(apart):+.3f}" if row is not best else "",
+                f"{standard_error(apart):.3f}" if row is not best else "",
+                f"{row['flops'] / gram['flops']:.0%}" if muon else "",
+            ]
+        )
+    return cells
 
 
 def _methods(rows: list[dict[str, Any]]) -> Cells:

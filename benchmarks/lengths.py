@@ -2,7 +2,7 @@
 
     python benchmarks/lengths.py --text DIR [--lr 0.06] [--momentum 0.9] [--out runs/lengths]
 
-The training is that of docs/beyond-the-paper.md's text, `DIR` has its `train.bin` and `val.bin` of bytes. At
+The training is that of docs/notebook/search.md's text, `DIR` has its `train.bin` and `val.bin` of bytes. At
 every fourth step the direction of each matrix is computed once more, and its singular values. Called again,
 finished runs are read.
 """

@@ -120,10 +120,32 @@ def methods_table(results: dict[str, Any]) -> Cells:
     return cells
 
 
+def best_table(results: dict[str, Any]) -> Cells:
+    """A row for each method at its best rate, the one that all seeds were trained at."""
+    rows = [row for row in results["methods"] if len(row["losses"]) == len(SEEDS)]
+    best = best_fresh(rows)
+    cells = [["", "lr", "seeds", "loss", "to the best fresh", "hits", "FLOPs"]]
+    for row in rows:
+        apart = mean(row["losses"]) - mean(best["losses"])
+        cells.append(
+            [
+                LABELS[row["kind"]],
+                f"{row['lr']:g}",
+                str(len(row["losses"])),
+                f"{mean(row['losses']):.3f}",
+                "" if row is best else f"{apart:+.3f}",
+                hits(row),
+                f"{row['flops'] / results['gram_flops']:.0%}",
+            ]
+        )
+    return cells
+
+
 def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
     """A title and the cells of each table, for the page."""
     return {
         "longer": ("Longer trainings", methods_table(results)),
+        "longer_best": ("Longer trainings: the best of each", best_table(results)),
         "longer_search": ("Longer trainings: search", searched_table(results["searched"])),
     }
 

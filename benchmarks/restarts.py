@@ -1,8 +1,8 @@
 """Where GramNS should restart: its error against float64, by precision, restart and kind of matrix.
 
-    python benchmarks/restarts.py [--quick | --products | --schedules] [--json docs/restarts.json]
+    python benchmarks/restarts.py [--quick | --products | --schedules] [--json docs/notebook/restarts.json]
 
-docs/restarts.md says what the tables mean. Half precision is emulated: a product is accumulated in
+docs/notebook/restarts.md says what the tables mean. Half precision is emulated: a product is accumulated in
 float32 and rounded once, as on tensor cores, so the numbers do not depend on a CPU's kernels.
 """
 

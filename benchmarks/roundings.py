@@ -5,7 +5,7 @@
 On the momentum of a one-block GPT in training (momentum.py): a transform is made at each of the steps,
 rounded, and applied some steps later, in float32. On made matrices whose spectrum is the worst for it: a few
 long directions, and all others so short that Q amplifies them as much as it can, 800 times. And in a training
-of two blocks with `CacheMuon`, for each of two seeds. docs/memory.md has the tables.
+of two blocks with `CacheMuon`, for each of two seeds. docs/notebook/memory.md has the tables.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 (GramMuon with Nesterov's momentum), and torch.optim.Muon's mathematics in float32 (its quintic, iterated on
 the matrices themselves). First the learning rate of each is chosen by the loss after a shorter run of four of
 the twelve blocks: two rates, and from the better one on the next of a ladder until that is worse. Momentum is
-the one that was best for the first two at width 256 in as many steps (docs/beyond-the-paper.md). Then all are
+the one that was best for the first two at width 256 in as many steps (docs/notebook/search.md). Then all are
 trained for `--steps` steps of 4 x 256 tokens. A run has one thread, and `--workers` of them go at a time;
 another number of threads rounds otherwise, which moves a loss by some thousandths. Times are measured apart,
 at the end, when nothing else should run: whole training steps of all three on all threads, in turns.

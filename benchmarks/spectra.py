@@ -3,7 +3,7 @@
     python benchmarks/spectra.py [--width 768] [--steps 20 60]
 
 The momentum is that of a one-block GPT in training (momentum.py). A transform is made at each of the steps,
-and applied to the momentum some steps later. docs/beyond-the-paper.md has the table.
+and applied to the momentum some steps later. docs/notebook/clipping.md has the table.
 """
 
 from __future__ import annotations

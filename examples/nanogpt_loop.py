@@ -1,54 +1,82 @@
-"""A loop like nanoGPT's: gradient accumulation, warm-up and cosine by hand, autocast, GradScaler.
+"""nanoGPT's training loop with CacheMuon: learning-rate schedule, accumulation, autocast, GradScaler, resume.
 
 Run `python examples/nanogpt_loop.py`. `param_groups` takes the place of the model's `configure_optimizers`.
+nanoGPT's loop writes one learning rate into all groups; here each group's own learning rate is scaled, since
+Muon's and Adam's differ.
 """
 
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import toy
 
 from cachemuon import CacheMuon, param_groups
 
-
-def scale_of(step: int, warmup: int, steps: int, least: float = 0.1) -> float:
-    """The part of each group's own learning rate that is used at a step."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return least + (1 - least) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+learning_rate, min_lr, warmup_iters, lr_decay_iters = 0.03, 0.003, 4, 20
+gradient_accumulation_steps, grad_clip, log_interval = 4, 1.0, 5
+device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main(steps: int = 20, warmup: int = 4, accumulation: int = 4) -> dict:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    autocast = torch.autocast(device, torch.float16) if device == "cuda" else nullcontext()
-    scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
+def get_lr(it: int) -> float:
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    if it > lr_decay_iters:
+        return min_lr
+    decay_ratio = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
+    return min_lr + (1 + math.cos(math.pi * decay_ratio)) / 2 * (learning_rate - min_lr)
 
+
+def make() -> tuple[torch.nn.Module, CacheMuon]:
     model = toy.GPT().to(device)
     groups = param_groups(model, muon=dict(weight_decay=0.1), adam=dict(lr=2e-3, betas=(0.9, 0.95)))
-    optimizer = CacheMuon(groups, lr=0.03)
-    rates = [group["lr"] for group in optimizer.param_groups]  # Muon's and Adam's differ, and stay apart
+    return model, CacheMuon(groups, lr=learning_rate)
 
+
+def train(model: torch.nn.Module, optimizer: CacheMuon, iterations: range) -> list[float]:
+    context = torch.autocast(device, torch.float16) if device == "cuda" else nullcontext()
+    scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
     losses = []
-    for step in range(steps):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * scale_of(step, warmup, steps)
-        for micro in range(accumulation):
-            tokens, targets = toy.batch(step * accumulation + micro, size=4)
-            with autocast:
-                loss = toy.loss_of(model, tokens.to(device), targets.to(device)) / accumulation
+    for iter_num in iterations:
+        factor = get_lr(iter_num) / learning_rate
+        for param_group in optimizer.param_groups:  # `initial_lr` is saved with the state
+            param_group["lr"] = param_group.setdefault("initial_lr", param_group["lr"]) * factor
+        for micro_step in range(gradient_accumulation_steps):
+            tokens, targets = toy.batch(iter_num * gradient_accumulation_steps + micro_step, size=4)
+            with context:
+                loss = toy.loss_of(model, tokens.to(device), targets.to(device))
+                loss = loss / gradient_accumulation_steps
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item() * accumulation)
-        if step % 5 == 4:
-            told = optimizer.metrics()
-            hits, saved = told["muon/hit_rate"], told["muon/flops_saved"]
-            print(f"step {step + 1}: loss {losses[-1]:.3f}, {hits:.0%} hits, {saved:.0%} of the FLOPs saved")
-    return {"losses": losses, "metrics": told, "optimizer": optimizer, "rates": rates}
+        losses.append(loss.item() * gradient_accumulation_steps)
+        if (iter_num + 1) % log_interval == 0:
+            metrics = optimizer.metrics()
+            hits, saved = metrics["muon/hit_rate"], metrics["muon/flops_saved"]
+            told = f"{hits:.0%} hits, {saved:.0%} of the FLOPs saved"
+            print(f"iter {iter_num + 1}: loss {losses[-1]:.3f}, {told}")
+    return losses
+
+
+def main(folder: str = "runs/nanogpt", steps: int = 20) -> dict:
+    half, file = steps // 2, Path(folder) / "ckpt.pt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    model, optimizer = make()
+    losses = train(model, optimizer, range(half))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    losses += train(model, optimizer, range(half, steps))
+
+    checkpoint = torch.load(file, weights_only=True)
+    resumed, other = make()
+    resumed.load_state_dict(checkpoint["model"])
+    other.load_state_dict(checkpoint["optimizer"])
+    again = train(resumed, other, range(half, steps))
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; resumed at iteration {half}: {again[-1]:.2f}")
+    return {"losses": losses, "again": again, "optimizer": other, "stats": other.cache_stats()}
 
 
 if __name__ == "__main__":

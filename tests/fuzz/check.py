@@ -335,7 +335,7 @@ def _check_length(moved, old, group, event, dtype) -> None:
 
 
 def _bound(group, event, n: int) -> float:
-    # In float32 an iteration is up to 1% off on ill-conditioned matrices (docs/restarts.md).
+    # In float32 an iteration is up to 1% off on ill-conditioned matrices (docs/notebook/restarts.md).
     fresh = 1.02 * _highest(getattr(group["solver"], "schedule", GRAM)) + 1e-3
     if event.outcome == "bounded":
         # To a Frobenius norm of 1, which a sketch of 8 vectors underestimates by a factor of 10 at most.

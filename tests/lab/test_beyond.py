@@ -1,7 +1,6 @@
 """The study of docs/beyond-the-paper.md: its runs are told apart, and the page has what was measured."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +8,9 @@ import beyond
 from made_tokens import write_tokens
 from trainings import Trainings
 
-from cachemuon import CacheGNS, GramNS
-from cachemuon.flops import executed_by, gpt2_shapes
 from cachemuon_lab.config import OptimizerConfig
 from cachemuon_lab.performance import renewed
 
-ROOT = Path(__file__).parents[2]
 MOMENTA = (0.9, 0.95)
 
 
@@ -110,15 +106,3 @@ def test_tables_and_picture_of_a_study(tmp_path):
     assert "| AdamW, its own rates | 2.0000 (0.002) |  |" in made
     beyond.draw(results, tmp_path / "beyond.png")
     assert (tmp_path / "beyond.png").stat().st_size > 10_000
-
-
-def test_the_budget_of_each_age():
-    page = (ROOT / "docs" / "beyond-the-paper.md").read_text()
-    heads, *rows = re.findall(r"^\| (max_age|width \d+) \| (.*) \|$", page, re.M)[:4]
-    ages = [int(age) for age in heads[1].split(" | ")]
-    for name, told in rows:
-        shapes = gpt2_shapes(1, int(name.split()[1]))
-        costs = [executed_by(GramNS(), *shape, rank=CacheGNS(clip=None).rank(min(shape))) for shape in shapes]
-        fresh = sum(cost.gram for cost in costs)
-        shares = [sum((cost.refresh + age * cost.hit) / (age + 1) for cost in costs) / fresh for age in ages]
-        assert told.split(" | ") == [f"{share:.0%}" for share in shares]

@@ -1,16 +1,13 @@
-"""docs/memory.md: what benchmarks/memory.py counts is what optimizers keep."""
-
-from pathlib import Path
+"""docs/results.md: what benchmarks/memory.py counts is what optimizers keep."""
 
 import memory
 import pytest
 import torch
 from contract.variants import TASKS, every_task, train
+from pages import check_tables
 
 from cachemuon import CacheMuon, param_groups
-from cachemuon_lab.performance import renewed
 
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 
@@ -47,6 +44,5 @@ def test_gpt2_small_has_the_figures_that_were_computed_by_hand():
     assert cached - muon == 48 * 768**2 * 4 / MIB == 2 * (halved - muon)
 
 
-def test_the_table_of_the_page_is_the_one_that_is_made():
-    page = (ROOT / "docs" / "memory.md").read_text()
-    assert renewed(page, {"states": ("State, MiB", memory.states())}) == page
+def test_the_table_of_the_pages_is_the_one_that_is_made():
+    check_tables({"states": ("State, MiB", memory.states())})

@@ -18,7 +18,7 @@ import torch
 
 import cachemuon
 from cachemuon import CacheMuon, Muon
-from cachemuon.optim.settings import ADAM_DEFAULTS
+from cachemuon.optim.adam import ADAM_DEFAULTS
 from cachemuon.report.counters import OUTCOMES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "api.html").read_text(encoding="utf-8")
     for name in cachemuon.__all__:
-        assert re.search(rf'id="cachemuon(\.polar)?\.{name}"', reference), name
+        assert re.search(rf'id="cachemuon\.{name}"', reference), name
     assert not re.search(r"<blockquote>\s*<blockquote>\s*<blockquote>", reference)  # an example without fence
     outside = [
         found
@@ -101,28 +101,28 @@ def test_links_between_pages_exist():
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
 
 
-def test_the_table_of_defaults():
-    settings = PAGES["docs/optimizers.md"].split("## The ratio")[0]
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]*) \|", settings, re.M)
-    table = {name.strip("`"): default.strip() for name, default in rows}
+def test_the_tables_of_settings():
+    """Every setting of the constructors is there, with its default."""
+    page = PAGES["docs/settings.md"].split("## Which to change")[0]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]*) \|", page, re.M)
+    table = {name.strip("`"): default for names, default in rows for name in names.split(", ")}
     parameters = {**inspect.signature(Muon).parameters, **inspect.signature(CacheMuon).parameters}
-    muon, cached = (
-        ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
-        ("gamma", "probe", "vectors", "max_age", "clip", "max_norm", "gate", "guard", "min_rows"),
-    )
-    kept = ("cache_dtype", "max_cache_bytes", "max_workspace_bytes")
-    for name in (*muon, *cached, *kept):
-        assert eval(table[name]) == parameters[name].default
-    for name in ("seed", "view"):
-        assert name in table
-    assert ADAM_DEFAULTS["betas"] == (0.9, 0.999)
+    del parameters["params"]
+    assert table.keys() == parameters.keys() | {"view", "split", "transposed"}
+    for name in table.keys() & parameters.keys() - {"solver", "eps"}:  # these two say whose default it is
+        assert ast.literal_eval(table[name]) == parameters[name].default, name
+    adam = PAGES["docs/learning-rate.md"].split("## What Adam")[1]
+    for name in ("lr", "betas", "eps"):
+        (told,) = re.findall(rf"^\| `{name}` \| (.*) \|$", adam, re.M)
+        assert ast.literal_eval(told) == ADAM_DEFAULTS[name]
 
 
 def test_the_table_of_outcomes():
-    text = PAGES["docs/optimizers.md"].split("## What it did")[1]
+    text = PAGES["docs/monitoring.md"].split("## Outcomes")[1].split("## Metrics")[0]
     assert tuple(re.findall(r"^\| ([a-z-]+) \| \w.* \|$", text, re.M)[1:]) == OUTCOMES
 
 
 def test_the_table_of_metrics():
-    text = PAGES["docs/optimizers.md"].split("## What it did")[1]
-    assert re.findall(r"^\| `(muon/[a-z_/]+)` \|", text, re.M) == list(Muon([torch.zeros(2, 2)]).metrics())
+    text = PAGES["docs/monitoring.md"].split("## Metrics")[1]
+    table = text.split("## ")[0]
+    assert re.findall(r"^\| `(muon/[a-z_/]+)` \|", table, re.M) == list(Muon([torch.zeros(2, 2)]).metrics())
