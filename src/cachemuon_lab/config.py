@@ -38,6 +38,9 @@ MOST = 2**53
 CACHING = ("paper", "cache")
 """The kinds of optimizer that are a CacheMuon."""
 
+SOLVING = ("polar", "gram", "jordan")
+"""The kinds that are a Muon, which solves at every step."""
+
 CACHE_SETTINGS = ("gamma", "vectors", "max_age", "clip", "max_norm", "gate", "cache_all", "min_rows")
 """CacheMuon's own settings, which have the same names in `OptimizerConfig`."""
 
@@ -73,8 +76,8 @@ class OptimizerConfig:
     is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `min_rows`; "stale": GramMuon
     that solves at every `period`-th step and takes the same direction until the next; "dion2", "dion3":
     `fraction` of the rows is solved; "adamuon", "soap": with second moments of the decay `beta2`, as "dion3";
-    "adamw": Adam for everything, by the `adam_` settings. `normalize` is that of `Muon` and `CacheMuon`.
-    `head` says whose the output layer is.
+    "adamw": Adam for everything, by the `adam_` settings. `normalize` is that of `Muon` and `CacheMuon`,
+    `precision` the dtype in which they iterate, on a CPU emulated. `head` says whose the output layer is.
 
     >>> OptimizerConfig("paper", gamma=2.0).label
     'CacheMuon.paper gamma=2'
@@ -102,6 +105,7 @@ class OptimizerConfig:
     min_rows: int = 0
     period: int = 2
     normalize: Literal["rows", "factored"] | None = None
+    precision: Literal["float16", "bfloat16"] | None = None
     fraction: float = 0.25
     beta2: float = 0.95
     adam_lr: float = 2e-3
@@ -118,10 +122,10 @@ class OptimizerConfig:
         if not 0 < self.fraction <= 1:
             got = repr(self.fraction)
             raise ValueError(f"optimizer.fraction must be greater than 0 and at most 1, got {got}")
-        if self.normalize is not None and self.kind not in ("polar", "gram", "jordan", "cache"):
-            raise ValueError(
-                f"optimizer.normalize must be none for kind {self.kind!r}, got {self.normalize!r}"
-            )
+        for name in ("normalize", "precision"):
+            if getattr(self, name) is not None and self.kind not in (*SOLVING, "cache"):
+                got = repr(getattr(self, name))
+                raise ValueError(f"optimizer.{name} must be none for kind {self.kind!r}, got {got}")
         decays = {"momentum": (self.momentum,), "beta2": (self.beta2,), "adam_betas": self.adam_betas}
         for name, values in decays.items():
             if not all(0 <= value < 1 for value in values):
@@ -149,7 +153,7 @@ class OptimizerConfig:
         """The settings that the name has: gamma or fraction, and those that are not the defaults."""
         own: dict[str, tuple[str, ...]] = {
             "adamw": (),
-            "cache": ("nesterov", *CACHE_SETTINGS, "normalize"),
+            "cache": ("nesterov", *CACHE_SETTINGS, "normalize", "precision"),
             "stale": ("nesterov", "period"),
             "paper": ("nesterov",),
             "dion2": (),
@@ -157,7 +161,7 @@ class OptimizerConfig:
             "adamuon": ("nesterov", "beta2"),
             "soap": ("beta2",),
         }
-        names = own.get(self.kind, ("nesterov", "normalize"))
+        names = own.get(self.kind, ("nesterov", "normalize", "precision"))
         told = [name for name in names if getattr(self, name) != getattr(OptimizerConfig, name)]
         always = {"paper": ["gamma"], "dion2": ["fraction"], "dion3": ["fraction"]}
         return [*always.get(self.kind, []), *told]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ from cachemuon.optim.muon import solver_prices
 from cachemuon.report.counters import EXPIRED, FIRST, HIT, OUTCOMES
 from cachemuon.routing.layout import MatrixView, layout_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
+from cachemuon_lab.half import HALF, HalfProducts
 from cachemuon_lab.rivals import AdaMuon, Dion2, Dion3, Rival, soap, soap_flops
 
-SOLVERS: dict[str, Solver] = {
+SOLVERS: dict[str, StandardNS | GramNS] = {
     "polar": StandardNS(POLAR_EXPRESS),
     "gram": GramNS(),
     "jordan": StandardNS(QUINTIC),
@@ -87,6 +88,8 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
         return AdaMuon(groups, beta2=config.beta2, **muon)
     if config.normalize is not None:
         muon["normalize"] = config.normalize
+    if config.precision is not None:
+        muon["solver"] = replace(SOLVERS.get(config.kind, GramNS()), dtype=getattr(torch, config.precision))
     if config.kind != "stale":  # StaleMuon does not share work among ranks
         muon["process_group"] = copies
     if config.kind == "paper":
@@ -95,7 +98,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
         return CacheMuon(groups, **muon, **{name: getattr(config, name) for name in CACHE_SETTINGS})
     if config.kind == "stale":
         return StaleMuon(groups, period=config.period, **muon)
-    return Muon(groups, solver=SOLVERS[config.kind], **muon)
+    return Muon(groups, **{"solver": SOLVERS[config.kind], **muon})
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ class Meter:
 
     The seconds of the orthogonalization are those of the optimizer's whole matrix part, momentum and
     update included; an optimizer without one, such as AdamW, has 0. `synchronize` waits for a GPU before
-    each reading of the clock; without it the seconds are the host's.
+    each reading of the clock; without it the seconds are the host's. On a CPU, products of a solver that
+    iterates in half precision are those of a GPU, emulated.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, synchronize: bool = True) -> None:
@@ -179,6 +183,9 @@ class Meter:
         self._device = device if synchronize and device.type == "cuda" else None
         self.seconds = {"optimizer_seconds": 0.0, "orthogonalization_seconds": 0.0}
         self._before = self._outcomes()
+        solvers = (group.get("solver") for group in optimizer.param_groups)
+        half = device.type == "cpu" and any(getattr(solver, "dtype", None) in HALF for solver in solvers)
+        self._products: AbstractContextManager[Any] = HalfProducts() if half else nullcontext()
         if isinstance(optimizer, MatrixOptimizer | Rival):
             optimizer.around_matrices = self._matrix_part
 
@@ -197,7 +204,8 @@ class Meter:
     def step(self) -> None:
         """One step of the optimizer."""
         began = self.now()
-        self.optimizer.step()
+        with self._products:
+            self.optimizer.step()
         self.seconds["optimizer_seconds"] = self.now() - began
 
     def read(self) -> dict[str, Any]:
