@@ -13,7 +13,6 @@ from .newton_schulz.schedules import (
     QUINTIC,
     Schedule,
     polar_express,
-    quintic,
 )
 from .newton_schulz.solvers import AutoNS, ExactPolar, GramNS, Solver, StandardNS, polar
 from .optim.cachemuon import CacheMuon
@@ -45,7 +44,6 @@ __all__ = [
     "param_groups",
     "polar",
     "polar_express",
-    "quintic",
     "routes",
     "sketched_residual",
     "theory",

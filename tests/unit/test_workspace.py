@@ -60,9 +60,9 @@ def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
     workspace.like("X", large)
     workspace.square("R", large)
     before, small = held(workspace), solve_bytes(4, 6)
-    workspace.prepare(1, 4, 6, 4, need=small, ceiling=before + small)
+    workspace.prepare(1, 4, 6, 4, need=small, limit=before + small)
     assert held(workspace) == before
-    workspace.prepare(1, 4, 6, 4, need=small, ceiling=small)
+    workspace.prepare(1, 4, 6, 4, need=small, limit=small)
     assert held(workspace) == 0
 
 

@@ -1,4 +1,4 @@
-"""Normalization, orientation and precision of what a solver works on."""
+"""Normalization, orientation and precision of a solver's input."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from .schedules import Schedule
 
 EPS = 1e-7
 _BACKENDS: Any = torch.backends
-_MATMULS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul)
 
 
 def normalize(M: Tensor, eps: float = EPS) -> Tensor:
     """`X = M / (|M|_F + eps)` for each matrix of a batch, in float32 (float64 stays float64).
 
-    The norm is taken of `M / max|M|`, since squares overflow float32 at 1e20 and vanish at 1e-25.
-    A zero matrix stays zero, also with `eps=0`; a matrix with a NaN or Inf comes out as NaN.
+    The norm is that of `M / max|M|`, since squares overflow float32 at 1e20 and vanish at 1e-25. A zero
+    matrix stays zero, also with `eps=0`; a matrix with a NaN or Inf becomes NaN.
 
     >>> float(torch.linalg.norm(normalize(torch.full((2, 8), 1e30))))
     1.0
@@ -30,8 +29,8 @@ def normalize(M: Tensor, eps: float = EPS) -> Tensor:
 
 
 def prescale_(U: Tensor, peak: Tensor, eps: float) -> Tensor:
-    """Divide each matrix of U, in place, by its `peak = max|U|`; returns the `scale (..., 1, 1)` that is left
-    to its norm: `X = scale U`.
+    """Divide each matrix of U, in place, by its `peak = max|U|`; returns the `scale (..., 1, 1)` with
+    `normalize(U) = scale U`.
     """
     inverse = 1 / peak.clamp(min=torch.finfo(U.dtype).tiny)
     # The largest entry is 1 now, so the norm is below 1 only for the zero matrix.
@@ -47,8 +46,8 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 def fits_dtype(dtype: torch.dtype, schedule: Schedule) -> bool:
     """Whether transforms of a schedule may be rounded to a dtype.
 
-    Their entries go up to its gain, where they meet directions that are zero in the matrix that they were
-    made for. What rounding loses there, `gain eps / 2`, must not be much longer than a direction.
+    Their entries go up to the schedule's gain, and multiply directions that were zero in the matrix they come
+    from. Rounding adds up to `gain eps / 2` there, which must stay comparable to a direction's length.
 
     >>> from cachemuon import DEEPSEEK_V4, GRAM
     >>> fits_dtype(torch.float16, GRAM), fits_dtype(torch.float16, DEEPSEEK_V4)  # gains of 804 and 79,263
@@ -77,21 +76,21 @@ def widen(M: Tensor, eps: float = EPS) -> Tensor:
 
 
 def restore(direction: Tensor, M: Tensor) -> Tensor:
-    """A batch of wide directions in M's shape, orientation and dtype: the way back of `wide_batch`."""
+    """Undo `wide_batch`: a batch of wide directions in M's shape, orientation and dtype."""
     return (direction.mT if M.shape[-2] > M.shape[-1] else direction).reshape(M.shape).to(M.dtype)
 
 
 @contextmanager
 def full_precision(*device_types: str) -> Iterator[None]:
-    """Within it products are what they say: no autocast, which would turn them into bf16, and float32 in
-    float32, not in TF32, whose ten bits spoil an iteration without a restart.
+    """Compute products in the dtype of their factors: without autocast, which would make them bf16, and
+    without TF32, whose ten bits ruin an iteration that has no restart.
     """
     with ExitStack() as stack:
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        for backend in _MATMULS:
+        for backend in (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul):
             if (precision := backend.fp32_precision) not in ("none", "ieee"):
-                # What a backend has from the setting for all of them reads the same, and is left to it again.
+                # A value inherited from the global setting reads the same; on exit it is inherited again.
                 inherited = precision == _BACKENDS.fp32_precision
                 stack.callback(setattr, backend, "fp32_precision", "none" if inherited else precision)
                 backend.fp32_precision = "ieee"

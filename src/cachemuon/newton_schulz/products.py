@@ -1,7 +1,7 @@
-"""Products that are known to be symmetric: half of them is computed, the rest mirrored.
+"""Products that are known to be symmetric: half of each is computed, the rest mirrored.
 
-`X X^T` is one, and so is every product inside a Gram iteration, whose factors are polynomials of one matrix
-and commute.
+`X X^T` is symmetric, and so is every product inside a Gram iteration, whose factors are polynomials of one
+matrix and commute.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 PANELS = 4
-"""Into how many panels of columns a product is cut. Each is computed from the diagonal down."""
+"""The number of column panels of a symmetric product. Each is computed from the diagonal down."""
 
 MIN_ROWS = 640
-"""From how many rows on that pays: GramNS takes 0.97 of its time with full products at 512, 0.86 at 768 and
-0.80 at 1280, on two cores in float32 (docs/performance.md). In half precision it was not measured."""
+"""The fewest rows for which panels pay: they take GramNS to 0.97 of its time at 512, 0.86 at 768 and 0.80 at
+1280, on two cores in float32 (docs/notebook/performance.md). Half precision was not measured."""
 
 
 def panels(n: int, dtype: torch.dtype) -> int:
-    """How many panels an n x n product in `dtype` has; 1 is the full product.
+    """The number of panels of an n x n product in `dtype`; 1 is the full product.
 
     >>> panels(768, torch.float32), panels(256, torch.float32), panels(768, torch.float16)
     (4, 1, 1)
@@ -53,7 +53,7 @@ def symmetric(
 ) -> Tensor:
     """`alpha A B + beta plus` in `out (..., n, n)`, for batches A and B with a symmetric product.
 
-    What rounding leaves asymmetric in the diagonal blocks is averaged out only with `symmetrize_diagonal`.
+    Rounding leaves the diagonal blocks slightly asymmetric, unless `symmetrize_diagonal` averages it out.
 
     >>> X = torch.tensor([[[1.0, 2.0], [0.0, 1.0]]])
     >>> symmetric(X, X.mT, torch.empty(1, 2, 2))
@@ -81,7 +81,7 @@ def symmetric(
 
 
 def symmetric_flops(n: int, k: int, pieces: int = 1) -> int:
-    """What `symmetric` multiplies for `(n x k) @ (k x n)` in that many panels: 2 n^2 k for one.
+    """The FLOPs of `symmetric` for `(n x k) @ (k x n)` in that many panels: 2 n^2 k for one.
 
     >>> symmetric_flops(768, 3072), symmetric_flops(768, 3072, 4) / symmetric_flops(768, 3072)
     (3623878656, 0.625)
@@ -91,8 +91,8 @@ def symmetric_flops(n: int, k: int, pieces: int = 1) -> int:
 
 
 def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1, cubic: int = 0) -> int:
-    """What GramNS multiplies: for each segment `Y Y^T` and `Q Y`; `R^2` for each step that is not cubic, and
-    three products more for each that no segment ends with. Symmetric ones in that many panels.
+    """The FLOPs of GramNS: `Y Y^T` and `Q Y` for each segment, `R^2` for each step that is not cubic, and
+    three products more for each step that ends no segment.
     """
     squares = steps - cubic + 3 * (steps - 1 - restarts)
     segment = symmetric_flops(n, m, pieces) + 2 * n * n * m
@@ -100,8 +100,6 @@ def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1, cubic
 
 
 def standard_flops(n: int, m: int, steps: int, pieces: int = 1, cubic: int = 0) -> int:
-    """What StandardNS multiplies: `Y Y^T` and `Z Y` for each step, `A^2` for each that is not cubic; the
-    symmetric ones in those panels.
-    """
+    """The FLOPs of StandardNS: `Y Y^T` and `Z Y` for each step, `A^2` for each step that is not cubic."""
     rectangular = symmetric_flops(n, m, pieces) + 2 * n * n * m
     return steps * rectangular + (steps - cubic) * symmetric_flops(n, n, pieces)

@@ -1,8 +1,7 @@
 """Coefficient schedules of the Newton-Schulz polynomial, as cited data.
 
-One iteration maps every singular value x to `x (a + b x^2 + c x^4)`; a schedule is the list of
-its `(a, b, c)`. Several different sets circulate under the name "Polar Express", so the name,
-the source and the safety factor travel with the numbers.
+One iteration maps every singular value x to `x (a + b x^2 + c x^4)`; a schedule is the list of its
+`(a, b, c)`. Several sets circulate under the name "Polar Express", so each keeps its name, source and safety.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The effective triples `(a, b, c)` of K iterations, and where they come from.
+    """The triples `(a, b, c)` of K iterations, and their source.
 
-    `safety` is the factor s that is already inside `triples`; see `Schedule.safe`.
+    `safety` is the factor s that `triples` are already divided by; see `Schedule.safe`.
 
     >>> Schedule([(2.0, -1.5, 0.5)] * 3, name="mine").steps
     3
@@ -30,9 +29,12 @@ class Schedule:
     safety: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "triples", _checked(self.triples))
+        rows = tuple(tuple(float(x) for x in row) for row in self.triples)
+        if not rows or any(len(row) != 3 or not all(map(math.isfinite, row)) for row in rows):
+            raise ValueError(f"triples must be one or more finite (a, b, c), got {rows!r}")
         if not (math.isfinite(self.safety) and self.safety > 0):
             raise ValueError(f"safety must be a positive number, got {self.safety!r}")
+        object.__setattr__(self, "triples", rows)
 
     @classmethod
     def safe(
@@ -40,17 +42,15 @@ class Schedule:
     ) -> Schedule:
         """The schedule of the polynomial `p(x / s)` at every step: `(a/s, b/s^3, c/s^5)`.
 
-        A polynomial that is optimal on [l, 1] diverges just above 1, where rounding may put a
-        singular value; dividing by s > 1 moves that edge to s.
+        A polynomial that is optimal on [l, 1] diverges just above 1, where rounding may put a singular value;
+        dividing by s > 1 moves that edge to s.
 
         >>> Schedule.safe([(2.0, -1.0, 0.5)], 2.0).triples
         ((1.0, -0.125, 0.015625),)
         """
         s = float(safety)
-        if not (math.isfinite(s) and s > 0):
-            raise ValueError(f"safety must be a positive number, got {safety!r}")
-        triples = tuple((a / s, b / s**3, c / s**5) for a, b, c in _checked(raw))
-        return cls(triples, name=name, source=source, safety=s)
+        checked = cls(raw, safety=s).triples  # type: ignore[arg-type]
+        return cls(tuple((a / s, b / s**3, c / s**5) for a, b, c in checked), name, source, s)
 
     @property
     def steps(self) -> int:
@@ -59,12 +59,12 @@ class Schedule:
 
     @property
     def cubic(self) -> int:
-        """How many of them have c = 0, and need no square of the Gram matrix."""
+        """The number of iterations with c = 0, which need no square of the Gram matrix."""
         return sum(c == 0 for _, _, c in self.triples)
 
     @property
     def gain(self) -> float:
-        """The product of all a: what a singular value near zero is multiplied by.
+        """The factor for a singular value near zero: the product of all a.
 
         >>> round(GRAM.gain)
         804
@@ -72,16 +72,7 @@ class Schedule:
         return math.prod(a for a, _, _ in self.triples)
 
 
-def _checked(triples: Iterable[Sequence[float]]) -> tuple[Triple, ...]:
-    rows = tuple(tuple(float(x) for x in row) for row in triples)
-    if not rows or any(len(row) != 3 or not all(map(math.isfinite, row)) for row in rows):
-        raise ValueError(f"triples must be one or more finite (a, b, c), got {rows!r}")
-    return rows  # type: ignore[return-value]
-
-
-_POLAR_EXPRESS_SOURCE = "Amsel, Persson, Musco, Gower: The Polar Express, 2025, arXiv:2505.16932"
-
-# Optimal in turn on the interval that the steps before it leave; from the eighth on the limit.
+# Each is optimal on the interval that the steps before it leave; the eighth is the limit.
 POLAR_EXPRESS_RAW: tuple[Triple, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -95,7 +86,7 @@ POLAR_EXPRESS_RAW: tuple[Triple, ...] = (
 
 
 def polar_express(steps: int = 5, safety: float = 1.01, *, name: str = "polar-express") -> Schedule:
-    """The first `steps` triples of Polar Express with a safety factor; past the eighth the last repeats.
+    """The first `steps` triples of Polar Express with a safety factor; after the eighth the last repeats.
 
     >>> polar_express(10).steps
     10
@@ -103,38 +94,8 @@ def polar_express(steps: int = 5, safety: float = 1.01, *, name: str = "polar-ex
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}")
     raw = (POLAR_EXPRESS_RAW + POLAR_EXPRESS_RAW[-1:] * steps)[:steps]
-    return Schedule.safe(raw, safety, name=name, source=_POLAR_EXPRESS_SOURCE)
-
-
-# Optimal in turn, as Polar Express is, from the interval [0.001, 1] on.
-CANS_RAW: tuple[Triple, ...] = (
-    (8.4703, -25.1081, 18.6293),
-    (4.1828, -3.1087, 0.5806),
-    (3.9619, -2.9541, 0.5630),
-    (3.2866, -2.4647, 0.5074),
-    (2.2737, -1.6447, 0.4162),
-)
-
-# `1.3 (3 y - y^3) / 2` with `y = x sqrt(3 / (l^2 + l u + u^2))`, on [l, u] = [0.007, 1] first and on what it
-# leaves then, [p(l), 1.3]: of all cubics that stay below 1.3 the one with the largest least value.
-CUBIC5_RAW: tuple[Triple, ...] = (
-    (3.3656576, -3.3420992, 0.0),
-    (2.5744352, -1.4957376, 0.0),
-    (2.5368962, -1.4312570, 0.0),
-    (2.4418906, -1.2764040, 0.0),
-    (2.2230472, -0.9630650, 0.0),
-)
-
-
-def quintic(steps: int = 5) -> Schedule:
-    """Jordan's one triple, repeated: steep at zero, and never settling at 1 (0.7 to 1.2).
-
-    >>> quintic(2).triples
-    ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
-    """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps!r}")
-    return Schedule(((3.4445, -4.7750, 2.0315),) * steps, name="quintic", source="Jordan et al.: Muon, 2024")
+    source = "Amsel, Persson, Musco, Gower: The Polar Express, 2025, arXiv:2505.16932"
+    return Schedule.safe(raw, safety, name=name, source=source)
 
 
 POLAR_EXPRESS = polar_express(5, 1.01)
@@ -143,8 +104,17 @@ POLAR_EXPRESS = polar_express(5, 1.01)
 GRAM = polar_express(5, 1.05, name="gram")
 """GramMuon's and CacheMuon's schedule in the paper: Polar Express, safety factor 1.05."""
 
-QUINTIC = quintic(5)
-"""Jordan's schedule, torch.optim.Muon's default."""
+QUINTIC = Schedule(((3.4445, -4.7750, 2.0315),) * 5, name="quintic", source="Jordan et al.: Muon, 2024")
+"""Jordan's one triple five times, torch.optim.Muon's default: steep at zero, and ends between 0.7 and 1.2."""
+
+# Each is optimal on the interval that the steps before it leave, from [0.001, 1] on.
+CANS_RAW: tuple[Triple, ...] = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
 
 CANS = Schedule.safe(
     CANS_RAW,
@@ -155,9 +125,16 @@ CANS = Schedule.safe(
 )
 """CANS in five steps. Its triples leave no room above 1: the safety factor, `POLAR_EXPRESS`'s, is ours."""
 
-CUBIC5 = Schedule.safe(
-    CUBIC5_RAW,
-    1.0,
+CUBIC5 = Schedule(
+    # `1.3 (3 y - y^3) / 2` with `y = x sqrt(3 / (l^2 + l u + u^2))`, on [l, u] = [0.007, 1] first, then on
+    # [p(l), 1.3]: of all cubics that stay below 1.3 the one with the largest least value.
+    (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
     name="cubic5",
     source="Huang: How Much Orthogonalization Does Muon Need?, 2026, arXiv:2606.00371; triples of "
     "NVIDIA's Emerging-Optimizers",
@@ -165,7 +142,7 @@ CUBIC5 = Schedule.safe(
 """The relaxed cubic: c = 0, so each step saves a product. It lifts less (gain 119), to 0.77 to 1.3."""
 
 DEEPSEEK_V4 = Schedule(
-    quintic(8).triples + ((2.0, -1.5, 0.5),) * 2,
+    QUINTIC.triples[:1] * 8 + ((2.0, -1.5, 0.5),) * 2,
     name="deepseek-v4",
     source="DeepSeek-AI: DeepSeek-V4, 2026, section 2.4",
 )

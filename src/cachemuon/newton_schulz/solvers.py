@@ -1,8 +1,8 @@
 """Solvers for the polar factor of a matrix: `polar(M) = U V^T` where `M = U S V^T`.
 
-Solvers are frozen dataclasses without state. Each takes the raw matrix `(..., n, m)`, tall or
-wide, normalizes it, and never touches its input. Inside, everything happens on batches
-`X (B, n, m)` that are normalized and wide (n <= m), in the paper's letters.
+Solvers are frozen dataclasses without state. Each takes the raw matrix `(..., n, m)`, tall or wide,
+normalizes it, and never writes to its input. The iterations run on batches `X (B, n, m)` of normalized wide
+matrices, `n <= m`, in the paper's letters.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,31 +23,42 @@ from .workspace import Workspace
 
 
 class Solver(ABC):
-    """What every solver of this file is: `solver(M)` is the approximate polar factor of M.
+    """Base of all solvers: `solver(M)` is the approximate polar factor of M.
 
-    `dtype` is the precision of the iteration. None means float64 for float64 input, else float32
-    on the CPU and, on CUDA, float16 after the float32 normalization: of the half precisions it
-    has the smaller error at the same cost (docs/restarts.md).
+    `dtype` is the precision of the iteration. None means float64 for float64 input, else float32 on the CPU
+    and float16 on CUDA, which errs less than bfloat16 at the same cost (docs/notebook/restarts.md). `eps` is
+    added to the norm that M is divided by.
     """
 
     eps: float
     dtype: torch.dtype | None
 
+    def __post_init__(self) -> None:
+        if not isinstance(schedule := getattr(self, "schedule", GRAM), Schedule):
+            raise ValueError(
+                f"schedule must be a Schedule such as GRAM or Schedule([(a, b, c)]), got {schedule!r}"
+            )
+        if not (isinstance(self.eps, int | float) and math.isfinite(self.eps) and self.eps >= 0):
+            raise ValueError(f"eps must be a number >= 0, got {self.eps!r}")
+        dtype = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
+
     @abstractmethod
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
-        """The direction of a batch `X (B, n, m)` of normalized wide matrices, in float32 or float64.
+        """Orthogonalize a batch `X (B, n, m)` of normalized wide matrices, in float32 or float64.
 
-        It may lie in the workspace, in the memory of any role but "scratch", where the optimizers keep X.
+        The result may lie in the workspace, under any role but "scratch", which optimizers use for X.
         """
 
     @torch.no_grad()
     def __call__(self, M: Tensor) -> Tensor:
-        """The direction of `M (..., n, m)`, in M's shape and dtype, without a gradient."""
+        """Orthogonalize `M (..., n, m)`: the direction, in M's shape and dtype, without a gradient."""
         with full_precision(M.device.type):
             return restore(self.solve(widen(M, self.eps), Workspace()), M)
 
     def precision(self, X: Tensor) -> torch.dtype:
-        """The dtype that the iteration on X has."""
+        """The dtype of the iteration on X."""
         if self.dtype is not None:
             return self.dtype
         if X.dtype == torch.float64:
@@ -58,7 +70,7 @@ class Solver(ABC):
 class StandardNS(Solver):
     """StandardNS, Algorithm A.1: `X <- (a I + b A + c A^2) X` with `A = X X^T`, for each triple.
 
-    With `POLAR_EXPRESS` it is the solver of PolarExpMuon, with `QUINTIC` that of the first Muon.
+    With `POLAR_EXPRESS` it is the solver of PolarExpMuon, with `QUINTIC` that of Muon (Jordan).
 
     >>> D = StandardNS()(torch.eye(3, 5) * 7)
     >>> bool(torch.dist(D, torch.eye(3, 5)) < 0.3)
@@ -69,11 +81,8 @@ class StandardNS(Solver):
     eps: float = EPS
     dtype: torch.dtype | None = None
 
-    def __post_init__(self) -> None:
-        _check(self.schedule, self.eps, self.dtype)
-
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
-        """The direction of a batch of normalized wide matrices."""
+        """Orthogonalize a batch of normalized wide matrices."""
         Y = X.to(self.precision(X))
         A, Z = workspace.square("A", Y), workspace.square("Z", Y)
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
@@ -92,10 +101,9 @@ class StandardNS(Solver):
 class GramNS(Solver):
     """GramNS, Algorithm A.2: the same polynomial, iterated on the n x n Gram matrix.
 
-    `restarts` counts completed iterations: `(2,)` rebuilds the Gram matrix after the second.
-    None is `(2,)`, measured to be the best place (docs/restarts.md), and in schedules of more than five
-    iterations after every third from there; no restart where it would only cost time: in float64, and in
-    float32 for n >= 512, m >= 1.5 n and at most five iterations.
+    `restarts` counts completed iterations: `(2,)` rebuilds the Gram matrix after the second. None means the
+    measured choice (docs/notebook/restarts.md): after the second iteration and every third from there; no
+    restart in float64, and none in float32 for n >= 512, m >= 1.5 n and at most five iterations.
 
     >>> from cachemuon import normalize
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -110,14 +118,12 @@ class GramNS(Solver):
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        _check(self.schedule, self.eps, self.dtype)
+        super().__post_init__()
         if self.restarts is None:
             return
-        last = self.schedule.steps - 1
-        restarts = tuple(self.restarts)
-        if sorted(set(restarts)) != list(restarts) or not all(
-            isinstance(k, int) and 1 <= k <= last for k in restarts
-        ):
+        last, restarts = self.schedule.steps - 1, tuple(self.restarts)
+        inside = all(isinstance(k, int) and 1 <= k <= last for k in restarts)
+        if not inside or sorted(set(restarts)) != list(restarts):
             raise ValueError(
                 f"restarts must be increasing integers from 1 to {last} (restart after that many of the "
                 f"{last + 1} iterations) or None, got {self.restarts!r}"
@@ -134,7 +140,7 @@ class GramNS(Solver):
         return () if needless else tuple(range(2, steps, 3))
 
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
-        """The direction of a batch of normalized wide matrices."""
+        """Orthogonalize a batch of normalized wide matrices."""
         return self._iterate(X, workspace, compose=False)[0]
 
     def solve_with_transform(self, X: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
@@ -142,7 +148,7 @@ class GramNS(Solver):
         return self._iterate(X, workspace, compose=True)
 
     def transform(self, X: Tensor, workspace: Workspace) -> Tensor:
-        """That transform alone, for those who apply it elsewhere."""
+        """The transform alone, without its product with X."""
         return self._iterate(X, workspace, compose=True, apply=False)[1]
 
     @torch.no_grad()
@@ -159,20 +165,19 @@ class GramNS(Solver):
     def _iterate(
         self, X: Tensor, workspace: Workspace, *, compose: bool, apply: bool = True
     ) -> tuple[Tensor, Tensor]:
-        dtype = self.precision(X)
-        triples, ends = self.schedule.triples, (*self.restarts_at(X.shape[-2], X.shape[-1], dtype), None)
+        dtype, triples, (n, m) = self.precision(X), self.schedule.triples, X.shape[-2:]
         Y = X.to(dtype)
         R, Q_tot = workspace.square("R", Y), None
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
-        for begin, end in zip((0, *ends[:-1]), ends, strict=True):
+        for begin, end in pairwise((0, *self.restarts_at(n, m, dtype), len(triples))):
+            last = end == len(triples)
             R = symmetric(Y, Y.mT, R)
             Q = gram_transform(R, triples[begin:end], workspace)
-            if apply or end is not None:
+            if apply or not last:
                 Y = product(Q, Y, target)
                 target, spare = spare, target
             if compose:
-                # Of its own: the next segment overwrites Q.
-                kept = Q.to(X.dtype, copy=end is not None)
+                kept = Q.to(X.dtype, copy=not last)  # the next segment overwrites Q
                 Q_tot = kept if Q_tot is None else symmetric(kept, Q_tot, torch.empty_like(kept))
         return Y.to(X.dtype), Q if Q_tot is None else Q_tot
 
@@ -183,18 +188,17 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
     R, whose norm is at most 1, is overwritten; Q lies in the workspace.
     """
     P, Q, T = (workspace.square(role, R) for role in "PQT")
-    for k, (a, b, c) in enumerate(triples):
+    for k, (a, b, c) in enumerate(triples, start=1):
         # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
-        # times that of P formed at once and R <- (P R) P (docs/restarts.md).
+        # times that of P formed at once and R <- (P R) P (docs/notebook/restarts.md).
         P = symmetric(R, R, P, plus=R, beta=b, alpha=c) if c else torch.mul(R, b, out=P)
         P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
-        last = k == len(triples) - 1
-        if not last:
+        if k < len(triples):
             T = symmetric(P, R, T)
-            # An R that is symmetric but for its corners makes the error grow (docs/log.md).
+            # Diagonal blocks that are not symmetric make the error grow (docs/notebook/log.md).
             R = symmetric(T, P, R, symmetrize_diagonal=True)
-        if k == 0:
-            P, Q = Q, P  # before it Q is the identity, and never multiplied with
+        if k == 1:
+            P, Q = Q, P  # the first Q is P itself: no product with the identity
         else:
             Q, T = symmetric(Q, P, T), Q
     return Q
@@ -204,8 +208,7 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
 class AutoNS(Solver):
     """The cheaper of StandardNS and GramNS for the shape and precision, with one schedule.
 
-    In exact arithmetic both give the same direction. By their products of matrices GramNS is the cheaper
-    from about m > 1.5 n on; the prices are those of `flops`.
+    In exact arithmetic both give the same direction. GramNS multiplies less from about m > 1.5 n on.
 
     >>> AutoNS().choose(256, 256, torch.float32)
     StandardNS(schedule=Schedule(...'gram'...
@@ -217,15 +220,12 @@ class AutoNS(Solver):
     eps: float = EPS
     dtype: torch.dtype | None = None
 
-    def __post_init__(self) -> None:
-        _check(self.schedule, self.eps, self.dtype)
-
     def choose(self, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
-        """The solver that a wide n x m matrix gets when iterated in `dtype`."""
+        """The solver for a wide n x m matrix that is iterated in `dtype`."""
         return cheaper(GramNS(self.schedule, eps=self.eps, dtype=self.dtype), n, m, dtype)
 
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
-        """The direction of a batch of normalized wide matrices."""
+        """Orthogonalize a batch of normalized wide matrices."""
         return self.choose(X.shape[-2], X.shape[-1], self.precision(X)).solve(X, workspace)
 
 
@@ -242,8 +242,8 @@ def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | Gr
 class ExactPolar(Solver):
     """The exact polar factor `U V^T` by SVD in float64: the oracle, too slow to train with.
 
-    Singular values below `max(n, m) * 2^-52` of the largest (`dtype=None`; else that dtype's
-    precision) count as zero and stay zero, so a rank-deficient matrix gives a partial isometry.
+    Singular values below `max(n, m) * 2^-52` of the largest (with `dtype`: that dtype's precision) count as
+    zero and stay zero, so a rank-deficient matrix gives a partial isometry.
 
     >>> ExactPolar()(torch.tensor([[3.0, 0.0, 0.0], [0.0, -2.0, 0.0]]))
     tensor([[ 1.,  0.,  0.],
@@ -253,11 +253,8 @@ class ExactPolar(Solver):
     eps: float = EPS
     dtype: torch.dtype | None = None
 
-    def __post_init__(self) -> None:
-        _check(None, self.eps, self.dtype)
-
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
-        """The direction of a batch of normalized wide matrices."""
+        """Orthogonalize a batch of normalized wide matrices."""
         U, S, Vh = torch.linalg.svd(X.double(), full_matrices=False)
         floor = S[..., :1] * max(X.shape[-2:]) * torch.finfo(self.dtype or torch.float64).eps
         direction: Tensor = (U * (S > floor).unsqueeze(-2)) @ Vh
@@ -272,14 +269,3 @@ def polar(M: Tensor, solver: Solver | None = None) -> Tensor:
             [0., 1., 0.]])
     """
     return (AutoNS() if solver is None else solver)(M)
-
-
-def _check(schedule: Schedule | None, eps: float, dtype: torch.dtype | None) -> None:
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise ValueError(
-            f"schedule must be a Schedule such as GRAM or Schedule([(a, b, c)]), got {schedule!r}"
-        )
-    if not (isinstance(eps, int | float) and math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
