@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from cachemuon import CacheGNS, GramNS
-from cachemuon.distributed.layout import OwnerCost, assign_owners
+from cachemuon.distributed.placement import OwnerCost, assign_owners
 from cachemuon.engine.kinds import spread
 from cachemuon.flops import GPT2_LARGE, ExecutedCost, executed_by
 from cachemuon_lab import drawing

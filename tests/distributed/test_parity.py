@@ -6,8 +6,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cachemuon import CacheMuon, Muon
-from cachemuon.distributed.layout import local_indices
-from cachemuon.distributed.placement import EXCHANGES
+from cachemuon.distributed.placement import EXCHANGES, local_indices
 
 STEPS = 44  # a cache that is suspended at step 8 is used again at step 41
 SHAPES = [(40, 64), (24, 24), (48, 20), (7, 32), (40, 64), (6, 16, 24), (8, 3, 3, 3), (24, 24)]
@@ -179,7 +178,7 @@ def compare_shards(rank, world):
                 local_indices(n, dim, placements, (2, 2), mesh.get_coordinate())
                 for dim, n in enumerate((rows, 7))
             ]
-            ours = whole[[i for run in along[0] for i in run]][:, [i for run in along[1] for i in run]]
+            ours = whole[list(along[0])][:, list(along[1])]
             if not torch.equal(ours, given) and given.numel() + ours.numel():
                 wrong.append((placements, rows))
     return wrong

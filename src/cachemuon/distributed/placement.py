@@ -1,24 +1,26 @@
-"""Where each matrix is among the ranks that share it, and which of them owns it.
+"""Which rank stores which part of a matrix, and which rank owns it.
 
-Placements follow from shapes, settings and ranks alone, so every rank knows all of them without asking.
+Placements follow from shapes, settings and ranks alone, so every rank knows all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch import distributed as dist
 
-from ..engine.bucket import Matrix, is_dtensor
+from ..engine.bucket import is_dtensor
 from ..engine.kinds import Kind
 from ..engine.orthogonalize import Cached
-from .layout import IndexRanges, OwnerCost, ShardSlice, assign_owners, local_indices
+from ..routing.layout import MatrixView
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -27,15 +29,115 @@ EXCHANGES = ("transforms", "directions")
 """What the owner of a matrix sends to ranks that have copies of it."""
 
 FROM_RANKS = 4
-"""From how many ranks on owners send directions by default (docs/multi-gpu.md)."""
+"""The number of ranks from which on owners send directions by default (docs/multi-gpu.md)."""
+
+Indices = Sequence[int]
+"""Ascending indices along one dimension: a range, or a tuple if they have gaps."""
+
+Region = tuple[slice, ...]
+
+
+def local_indices(
+    length: int, dim: int, placements: Sequence[Any], mesh: Sequence[int], where: Sequence[int]
+) -> Indices:
+    """The indices along one dimension of a DTensor that the rank at coordinates `where` of a mesh stores."""
+    indices: Indices = range(length)
+    for placement, number, place in zip(placements, mesh, where, strict=True):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        if (blocks := getattr(placement, "split_factor", 1)) == 1:
+            indices = _chunk(indices, number, place)
+        else:  # FSDP over tensor parallel shards each block of rows
+            parts = [_chunk(_chunk(indices, blocks, block), number, place) for block in range(blocks)]
+            indices = tuple(chain.from_iterable(parts))
+    return indices
+
+
+def stored_indices(param: DTensor, where: Sequence[int]) -> list[Indices]:
+    """The indices along each dimension that the rank at `where` in a parameter's mesh stores."""
+    mesh = tuple(param.device_mesh.mesh.shape)
+    return [local_indices(size, dim, param.placements, mesh, where) for dim, size in enumerate(param.shape)]
+
+
+def _chunk(indices: Indices, number: int, place: int) -> Indices:
+    """One of `number` chunks, as torch.chunk makes them; empty where torch makes fewer."""
+    size = -(-len(indices) // number)
+    return indices[place * size : (place + 1) * size]
+
+
+def _runs(indices: Indices) -> list[tuple[slice, slice]]:
+    """Consecutive indices: their positions, and their values.
+
+    >>> _runs((4, 5, 8))
+    [(slice(0, 2, None), slice(4, 6, None)), (slice(2, 3, None), slice(8, 9, None))]
+    """
+    if isinstance(indices, range):
+        return [(slice(0, len(indices)), slice(indices.start, indices.stop))]
+    cuts = [i for i in range(1, len(indices)) if indices[i] != indices[i - 1] + 1]
+    pairs = pairwise([0, *cuts, len(indices)])
+    return [(slice(i, j), slice(indices[i], indices[j - 1] + 1)) for i, j in pairs]
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """What one rank stores of a tensor: its `indices` along each dimension of the whole.
+
+    The slice of a matrix lies at `place` in what the rank stores of the matrix's parameter.
+    """
+
+    indices: tuple[Indices, ...]
+    place: tuple[int | slice, ...] = ()
+
+    @classmethod
+    def of(cls, stored: Sequence[Indices], view: MatrixView) -> ShardSlice | None:
+        """The slice of a matrix on a rank that stores these indices of its parameter; None if it is empty."""
+        place: list[int | slice] = []
+        for index, along in zip(view.stack_index, stored, strict=False):
+            if index not in along:
+                return None
+            place.append(along.index(index))
+        indices = list(stored[len(place) :])
+        along = indices[view.dim]
+        first, last = bisect_left(along, view.begin), bisect_left(along, view.end)
+        inside = along[first:last]
+        indices[view.dim] = tuple(i - view.begin for i in inside) if view.begin else inside
+        part = cls(tuple(indices), (*place, *[slice(None)] * view.dim, slice(first, last)))
+        return part if part.size else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(map(len, self.indices))
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return prod(self.shape)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Its shape, flattened to two dimensions."""
+        return self.shape[0], prod(self.shape[1:])
+
+    @cached_property
+    def _regions(self) -> list[tuple[Region, Region]]:
+        """Regions of the slice, each with its region of the whole."""
+        found = []
+        for runs in product(*map(_runs, self.indices)):
+            found.append((tuple(here for here, _ in runs), tuple(there for _, there in runs)))
+        return found
+
+    def views(self, whole: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of the whole tensor and of this slice that show the same elements."""
+        return [(whole[there], part.view(self.shape)[here]) for here, there in self._regions]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one matrix is: `slices` has what each rank of `ranks` stores of it, by the rank's place there.
+    """Where one matrix is. Ranks are numbered by their place in `ranks`; `rank` is the number of this one.
 
-    `rank` is this rank's own place, `owner` the place of the rank that solves for the matrix. Every rank has
-    the whole of a `replicated` matrix, and keeps and applies its transform.
+    `slices` has what each rank stores of the matrix; the rank `owner` orthogonalizes it. Of a `replicated`
+    matrix every rank stores all elements and the transform.
     """
 
     ranks: tuple[int, ...]
@@ -55,28 +157,28 @@ class Placement:
         return self.owner == self.rank
 
     @property
-    def stores_transform(self) -> bool:
-        """Whether this rank keeps its transform."""
+    def makes_directions(self) -> bool:
+        """Whether this rank makes its directions, and so keeps its transform."""
         return self.replicated or self.owned
 
     @property
     def only_on_owner(self) -> bool:
-        """Whether no other rank has any part of it."""
+        """Whether no other rank stores any part of it."""
         return list(self.slices) == [self.owner]
 
     @cached_property
     def senders(self) -> frozenset[int]:
-        """The ranks that send their parts to the owner: together they have the matrix once."""
-        seen: dict[Hashable, int] = {}
+        """The ranks that send their slices to the owner: together they have each element once."""
+        seen: dict[tuple[Indices, ...], int] = {}
         for rank in sorted(self.slices, key=lambda rank: (rank != self.owner, rank)):
-            seen.setdefault(self.slices[rank].covers, rank)
+            seen.setdefault(self.slices[rank].indices, rank)
         return frozenset(seen.values())
 
 
 def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Placement]:
-    """The placement of each matrix that is shared, by its number in the plan.
+    """The placement of each matrix that ranks share, by its number in the plan.
 
-    It is that of this rank; or of any other `rank`, and then nothing asks torch.distributed.
+    By default those of this rank; those of any other `rank` need no torch.distributed.
     """
     by_ranks: dict[tuple[int, ...], list[Kind]] = {}
     for kind in kinds:
@@ -85,20 +187,80 @@ def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Plac
     found: dict[int, Placement] = {}
     for ranks, members in by_ranks.items():
         here = ranks.index(dist.get_rank() if rank is None else rank)
-        matrices = [x for kind in members for x in kind.matrices]
-        slices = [_slices(x, ranks) for x in matrices]
-        sizes = [prod(x.layout.views[x.index].shape) for x in matrices]
-        owners = assign_owners(
-            [cost for kind in members for cost in _costs(kind)],
-            [_choices(*pair, len(ranks)) for pair in zip(slices, sizes, strict=True)],
-            len(ranks),
-        )
-        cached = [isinstance(kind.choice.orthogonalizer, Cached) for kind in members for _ in kind.matrices]
-        for x, own, size, owner, reuses in zip(matrices, slices, sizes, owners, cached, strict=True):
-            copies = len(own) == len(ranks) and all(part.size == size for part in own.values())
-            replicated = reuses and copies and exchange_of(x.group, len(ranks)) == "transforms"
+        matrices = [
+            (x, isinstance(kind.choice.orthogonalizer, Cached)) for kind in members for x in kind.matrices
+        ]
+        slices = [_slices(x.param, x.layout.views[x.index], ranks) for x, _ in matrices]
+        whole = [
+            [rank for rank, part in own.items() if part.size == prod(x.layout.views[x.index].shape)]
+            for (x, _), own in zip(matrices, slices, strict=True)
+        ]
+        # A rank that stores a whole matrix owns it, as of an expert.
+        owners = assign_owners([cost for kind in members for cost in _costs(kind)], whole, len(ranks))
+        for (x, reuses), own, copies, owner in zip(matrices, slices, whole, owners, strict=True):
+            sends_transforms = reuses and exchange_of(x.group, len(ranks)) == "transforms"
+            replicated = sends_transforms and len(copies) == len(ranks)
             found[x.number] = Placement(ranks, here, own, owner, replicated)
     return found
+
+
+def _slices(param: Tensor, view: MatrixView, ranks: tuple[int, ...]) -> dict[int, ShardSlice]:
+    """What each rank stores of a matrix, in the order of the ranks; not of those that store nothing."""
+    if is_dtensor(param):
+        mesh = param.device_mesh.mesh
+        places = {ranks.index(int(mesh[where])): where for where in product(*map(range, mesh.shape))}
+        stored = {rank: stored_indices(param, places[rank]) for rank in sorted(places)}
+    else:
+        stored = {rank: [range(size) for size in param.shape] for rank in range(len(ranks))}
+    parts = {rank: ShardSlice.of(indices, view) for rank, indices in stored.items()}
+    return {rank: part for rank, part in parts.items() if part is not None}
+
+
+class OwnerCost(NamedTuple):
+    """What a matrix costs its owner: FLOPs at every step, and those that a refresh adds.
+
+    Refreshes fall on the steps of `refresh_slot` within a life; None where no refresh is scheduled.
+    """
+
+    step: int
+    refresh: int
+    refresh_slot: int | None = None
+
+
+def _costs(kind: Kind) -> list[OwnerCost]:
+    choice = kind.choice
+    scheduled = choice.refresh and choice.life.max_age is not None
+    return [
+        OwnerCost(choice.every_step, choice.refresh, phase if scheduled else None) for phase in kind.phases
+    ]
+
+
+def assign_owners(costs: Sequence[OwnerCost], choices: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """The owner of each matrix, so that all ranks have about the same work: one of its choices, or any rank
+    where it has none.
+
+    Refreshes of one slot are distributed first, the most expensive ones before the others; then the work that
+    is the same at every step.
+
+    >>> costs = [OwnerCost(1, 9, 0), OwnerCost(1, 9, 0), OwnerCost(1, 9, 1), OwnerCost(5, 0)]
+    >>> assign_owners(costs, [()] * 4, 2)
+    [0, 1, 0, 1]
+    """
+    load, refreshes, owners = [0] * ranks, Counter[tuple[int, int | None]](), [0] * len(costs)
+    life = 1 + max((cost.refresh_slot or 0 for cost in costs), default=0)
+
+    def order(number: int) -> tuple[bool, int, int]:
+        step, refresh, slot = costs[number]
+        return slot is None, slot or 0, -refresh - step
+
+    for number in sorted(range(len(costs)), key=order):
+        step, refresh, slot = costs[number]
+        rank = min(choices[number] or range(ranks), key=lambda r: (refreshes[r, slot], load[r], r))
+        if slot is not None:
+            refreshes[rank, slot] += refresh
+        load[rank] += step * life + refresh
+        owners[number] = rank
+    return owners
 
 
 def exchange_of(group: dict[str, Any], number: int) -> str:
@@ -112,59 +274,21 @@ def exchange_of(group: dict[str, Any], number: int) -> str:
 
 
 def ranks_of(group: dict[str, Any], param: Tensor) -> tuple[int, ...]:
-    """The ranks that share a parameter; none if this rank has it alone."""
-    if is_dtensor(param):
-        ranks = tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-    elif group["process_group"].group is not None:
-        ranks = tuple(sorted(dist.get_process_group_ranks(group["process_group"].group)))
+    """The ranks that share a parameter, in the order of their process group; none if one rank has it."""
+    if is_dtensor(param) and param.device_mesh.ndim > 1:
+        ranks = sorted(param.device_mesh.mesh.flatten().tolist())
+    elif (process_group := process_group_of(group, param)) is not None:
+        ranks = dist.get_process_group_ranks(process_group)
     else:
         return ()
-    return ranks if len(ranks) > 1 else ()
+    return tuple(ranks) if len(ranks) > 1 else ()
 
 
-def process_group_of(group: dict[str, Any], param: Tensor, ranks: tuple[int, ...]) -> Any:
-    """The process group of the ranks that share a parameter. Making a new one communicates."""
+def process_group_of(group: dict[str, Any], param: Tensor) -> Any:
+    """The process group that shares a parameter; None if it is still to be made, or if there is none."""
     if not is_dtensor(param):
         return group["process_group"].group
-    if param.device_mesh.ndim == 1:
-        return param.device_mesh.get_group()
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(list(ranks), use_local_synchronization=True)
-
-
-def index_ranges(param: DTensor, where: Sequence[int]) -> list[IndexRanges]:
-    """The indices that the rank at `where` in a parameter's mesh stores along each dimension."""
-    sides = tuple(param.device_mesh.mesh.shape)
-    return [
-        local_indices(length, dim, param.placements, sides, where) for dim, length in enumerate(param.shape)
-    ]
-
-
-def _slices(x: Matrix, ranks: tuple[int, ...]) -> dict[int, ShardSlice]:
-    param, view = x.param, x.layout.views[x.index]
-    ranges: dict[int, list[IndexRanges]] = {}
-    if is_dtensor(param):
-        mesh = param.device_mesh.mesh
-        for where in product(*map(range, mesh.shape)):
-            ranges[ranks.index(int(mesh[where]))] = index_ranges(param, where)
-    else:
-        ranges = {rank: [[range(length)] for length in param.shape] for rank in range(len(ranks))}
-    parts = {rank: ShardSlice.of(ranges[rank], view) for rank in sorted(ranges)}
-    return {rank: part for rank, part in parts.items() if part is not None}
-
-
-def _choices(slices: dict[int, ShardSlice], size: int, ranks: int) -> Sequence[int]:
-    """Which ranks may own a matrix of that size: those that have all of it, as of an expert; else all."""
-    return [rank for rank, part in slices.items() if part.size == size] or range(ranks)
-
-
-def _costs(kind: Kind) -> list[OwnerCost]:
-    choice = kind.choice
-    scheduled = choice.refresh and choice.life.max_age is not None
-    return [
-        OwnerCost(choice.every_step, choice.refresh, phase if scheduled else None) for phase in kind.phases
-    ]
+    return param.device_mesh.get_group() if param.device_mesh.ndim == 1 else None
 
 
 def check_sharding(name: str, param: Tensor) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-TIMEOUT_S = 5  # for a rank to say that it is alive
+TIMEOUT_S = 5
+"""How long a rank may take to answer after a collective has failed."""
 
 
 @dataclass(frozen=True)
 class ProcessGroupRef:
-    """A process group as a setting: the ranks that have copies of plain parameters.
+    """A process group as a setting of plain parameters: its ranks have copies of them.
 
-    Copies of an optimizer share it. A pickle loses it, since a process group belongs to one process.
+    Copies of an optimizer share the group. A pickle drops it, since it belongs to one process.
     """
 
     group: Any = None
@@ -47,10 +49,10 @@ def as_process_group(value: Any) -> ProcessGroupRef:
 
 @contextmanager
 def name_dead_ranks(group: Any) -> Iterator[None]:
-    """Where a collective of a process group fails, name the ranks that no longer answer."""
+    """If a collective of a process group fails, name the ranks that no longer answer."""
     try:
         yield
-    except torch.OutOfMemoryError:  # of this rank: the others wait for it
+    except torch.OutOfMemoryError:  # of this rank; the others are alive
         raise
     except RuntimeError as error:
         if dead := _silent(dist.get_process_group_ranks(group)):
@@ -60,6 +62,7 @@ def name_dead_ranks(group: Any) -> Iterator[None]:
 
 
 def _silent(ranks: list[int]) -> list[int]:
+    """The ranks that do not answer: living ranks write to the store after a failure."""
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"cachemuon/{dist.get_rank()}", "here")
@@ -74,15 +77,14 @@ def _silent(ranks: list[int]) -> list[int]:
 
 
 class RankGroup:
-    """The ranks that share some parameters. Here they are numbered by their place in `ranks`.
+    """The ranks that share some parameters, numbered in the order of their process group.
 
     `bytes_sent` counts, for each kind of collective, the bytes that this rank has sent to others.
     """
 
-    def __init__(self, ranks: Sequence[int], group: Any) -> None:
-        self.group, self.size, self.rank = group, len(ranks), ranks.index(dist.get_rank())
+    def __init__(self, group: Any) -> None:
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.bytes_sent: Counter[str] = Counter()
-        self._order = [ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
 
     def all_reduce(self, what: str, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum of all ranks' values, or another reduction, in place."""
@@ -92,52 +94,30 @@ class RankGroup:
         return values
 
     def all_gather(self, what: str, own: Tensor, sizes: list[int]) -> list[Tensor]:
-        """The tensors of all ranks, one-dimensional and of these sizes, in the order of `ranks`."""
+        """The tensors of all ranks, which are one-dimensional and of these sizes."""
         leaving, coming = [own.numel()] * self.size, list(sizes)
         leaving[self.rank] = coming[self.rank] = 0
         outgoing = own.expand(self.size - 1, -1).flatten().contiguous()
-        found = list(self.all_to_all(what, outgoing, leaving, coming).wait().split(coming))
+        found = list(self.all_to_all(what, outgoing, leaving, coming)().split(coming))
         found[self.rank] = own
         return found
 
-    def all_to_all(self, what: str, outgoing: Tensor, leaving: list[int], coming: list[int]) -> Arrival:
-        """Send consecutive parts of `outgoing` to the ranks, of `leaving` elements each, in the order of
-        `ranks`; `coming` elements arrive from each. Elements for this rank itself are not counted as sent.
+    def all_to_all(
+        self, what: str, outgoing: Tensor, leaving: list[int], coming: list[int]
+    ) -> Callable[[], Tensor]:
+        """Start to send consecutive parts of `outgoing` to the ranks, of `leaving` elements each; `coming`
+        elements arrive from each. Returns what waits for them. Elements for this rank itself are not counted.
         """
-        order = self._order
-        if order != sorted(order):
-            parts = outgoing.split(leaving)
-            outgoing = torch.cat([parts[rank] for rank in order])
         received = outgoing.new_empty(sum(coming))
         with name_dead_ranks(self.group):
             work = dist.all_to_all_single(
-                received,
-                outgoing,
-                [coming[rank] for rank in order],
-                [leaving[rank] for rank in order],
-                group=self.group,
-                async_op=True,
+                received, outgoing, coming, leaving, group=self.group, async_op=True
             )
         self.bytes_sent[what] += (outgoing.numel() - leaving[self.rank]) * outgoing.itemsize
-        return Arrival(self.group, work, outgoing, received, coming, order)
+        return partial(self._wait, work, outgoing, received)
 
-
-@dataclass(eq=False)
-class Arrival:
-    """An all-to-all that is under way. `sent` lives until it has left."""
-
-    group: Any
-    work: Any
-    sent: Tensor
-    received: Tensor
-    coming: list[int]
-    order: list[int]
-
-    def wait(self) -> Tensor:
-        """What has arrived, in the order of the ranks."""
+    def _wait(self, work: Any, outgoing: Tensor, received: Tensor) -> Tensor:
+        """`received`, once it is complete; `outgoing` is an argument so that it lives until it has left."""
         with name_dead_ranks(self.group):
-            self.work.wait()
-        if self.order == sorted(self.order):
-            return self.received
-        parts = self.received.split([self.coming[rank] for rank in self.order])
-        return torch.cat([parts[self.order.index(rank)] for rank in range(len(self.order))])
+            work.wait()
+        return received

@@ -1,82 +1,57 @@
-"""Matrices that every rank has and reuses: their owners send transforms, when they have refreshed one."""
+"""Matrices that every rank stores whole and reuses: owners send the transforms that they refresh."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..engine.bucket import Bucket
 from ..engine.local import grouped
 from ..engine.orthogonalize import Cached, Direction, Update
 from ..engine.plan import Plan, kept_dtype
 from ..report.counters import HIT
-from .layout import in_rounds
 from .rank_group import RankGroup
-from .rounds import Member, Placements, chunks_of
-from .shared import Shared
-
-
-class Due(NamedTuple):
-    """A matrix that is solved at this step: the row of a bucket, and its owner."""
-
-    bucket: Bucket
-    row: int
-    owner: int
-
-    @property
-    def share(self) -> float:
-        """What it takes of its owner's room: an update that waits, a transform, and that on its way."""
-        n, m = sorted((self.bucket.rows, self.bucket.cols))
-        return 4 * n * (m + 3 * n) * self.bucket.precision.itemsize / self.bucket.limit
-
-
-Batch = tuple[Bucket, list[int]]
-"""Rows of a bucket."""
+from .rounds import Member, chunks_of, in_rounds
+from .shared import Placements, Shared
 
 
 class Replicated(Shared):
-    """Every rank takes in all gradients and applies all transforms, also an owner its own.
+    """Every rank updates momentum from all gradients and applies all transforms, an owner also its own.
 
     Batches are the same on all ranks, so that copies of a parameter stay equal bit for bit. All transforms
     have one dtype.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank_group: RankGroup,
-        members: list[Member],
-        placements: Placements,
+        self, plan: Plan, rank_group: RankGroup, placements: Placements, members: list[Member]
     ) -> None:
         buckets = plan.buckets(chunks_of(plan, members))
-        order = [x for bucket in buckets for x in bucket.matrices]
-        super().__init__(plan, rank_group, order, placements, buckets, [])
+        super().__init__(plan, rank_group, placements, [x for _, x in members], buckets)
         self.together = grouped(buckets)
-        self.dtype = kept_dtype(order[0])
+        self.transform_dtype = kept_dtype(self.matrices[0])
 
     def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:
-        """First what is due, with its transform, then what is reused."""
+        """First the matrices that are due, with their new transforms; then those that are reused."""
         self.begin()
-        due = [
-            Due(bucket, row, self.placements[x.number].owner)
-            for bucket in self.buckets
-            for row, x in enumerate(bucket.matrices)
-            if outcomes[x.number] != HIT
-        ]
+        due, owners = [], []
+        for bucket in self.buckets:
+            for row, x in enumerate(bucket.matrices):
+                if outcomes[x.number] != HIT:
+                    due.append((bucket, row))
+                    owners.append(self.placements[x.number].owner)
+        rounds = in_rounds(due, owners, [_share(bucket) for bucket, _ in due])
         # A step with nothing due has a round too, so that all steps issue the same collectives.
-        for members in in_rounds(due, [one.owner for one in due], [one.share for one in due]) or [[]]:
+        for members in rounds or [[]]:
             yield from self._refreshed(members, outcomes)
         for buckets in self.together:
-            updates = [
-                self._update(bucket, rows, outcomes, place)
-                for place, bucket in enumerate(buckets)
-                if (rows := [row for row, x in enumerate(bucket.matrices) if outcomes[x.number] == HIT])
-            ]
-            if updates:
-                yield updates
+            hits = [[row for row, x in enumerate(one.matrices) if outcomes[x.number] == HIT] for one in buckets]
+            if any(hits):
+                yield [
+                    self._update(bucket, rows, outcomes, place)
+                    for place, (bucket, rows) in enumerate(zip(buckets, hits, strict=True))
+                    if rows
+                ]
 
     def scatter(self, direction: Direction) -> None:
         """Every rank applies every direction."""
@@ -86,49 +61,43 @@ class Replicated(Shared):
     def _update(self, bucket: Bucket, rows: list[int], outcomes: list[int], place: int = 0) -> Update:
         return self.update(bucket, rows, outcomes, *self.take_in(bucket, rows, place))
 
-    def _refreshed(self, due: list[Due], outcomes: list[int]) -> Iterator[list[Update]]:
-        """The updates of these matrices with their transforms, which their owners have made.
+    def _refreshed(self, due: list[tuple[Bucket, int]], outcomes: list[int]) -> Iterator[list[Update]]:
+        """The updates of these rows of buckets, with the transforms that their owners have made.
 
-        An owner keeps its own updates until all transforms have arrived, and makes those of the others then.
+        An owner keeps its own updates until all transforms have arrived; only then it makes those of others.
         """
-        me = self.rank_group.rank
-        by_owner = [_batches(due, rank) for rank in range(self.rank_group.size)]
-        sizes = [[len(rows) * _n(bucket) ** 2 for bucket, rows in batches] for batches in by_owner]
-        made = torch.empty(sum(sizes[me]), dtype=self.dtype, device=self.device)
+        group, me = self.rank_group, self.rank_group.rank
+        batches: list[dict[Bucket, list[int]]] = [{} for _ in range(group.size)]
+        for bucket, row in due:
+            owner = self.placements[bucket.matrices[row].number].owner
+            batches[owner].setdefault(bucket, []).append(row)
+        sizes = [[len(rows) * _side(bucket) ** 2 for bucket, rows in some.items()] for some in batches]
+        made = torch.empty(sum(sizes[me]), dtype=self.transform_dtype, device=self.device)
         own = []
-        for (bucket, rows), transforms in zip(by_owner[me], made.split(sizes[me]), strict=True):
+        for (bucket, rows), transforms in zip(batches[me].items(), made.split(sizes[me]), strict=True):
             update = self._update(bucket, rows, outcomes)
             update.U = update.U.clone()  # the workspace is used again
             assert isinstance(bucket.orthogonalize, Cached)
             Q = bucket.orthogonalize.cache.fresh.transform(update.U * update.scale, self.plan.workspace)
             transforms.view(Q.shape).copy_(Q)
             own.append(update)
-        gathered = self.rank_group.all_gather("transforms", made, list(map(sum, sizes)))
-        for transforms in made.split(sizes[me]):
-            yield [_solved(own.pop(0), transforms)]
-        for rank, batches in enumerate(by_owner):
-            if rank != me:
-                for (bucket, rows), transforms in zip(
-                    batches, gathered[rank].split(sizes[rank]), strict=True
-                ):
-                    yield [_solved(self._update(bucket, rows, outcomes), transforms)]
+        gathered = group.all_gather("transforms", made, list(map(sum, sizes)))
+        for rank in sorted(range(group.size), key=lambda rank: rank != me):  # its own first
+            parts = gathered[rank].split(sizes[rank])
+            for (bucket, rows), transforms in zip(batches[rank].items(), parts, strict=True):
+                update = own.pop(0) if rank == me else self._update(bucket, rows, outcomes)
+                n = _side(bucket)
+                update.solved = transforms.view(-1, n, n).to(bucket.precision)
+                yield [update]
+                del update  # not kept while the next one is made
 
 
-def _n(bucket: Bucket) -> int:
-    """The side of its transforms."""
+def _side(bucket: Bucket) -> int:
+    """The side n of its n x n transforms."""
     return min(bucket.rows, bucket.cols)
 
 
-def _solved(update: Update, transforms: Tensor) -> Update:
-    n = _n(update.bucket)
-    update.solved = transforms.view(-1, n, n).to(update.bucket.precision)
-    return update
-
-
-def _batches(due: list[Due], owner: int) -> list[Batch]:
-    """Those of one owner."""
-    found: dict[Bucket, list[int]] = {}
-    for one in due:
-        if one.owner == owner:
-            found.setdefault(one.bucket, []).append(one.row)
-    return list(found.items())
+def _share(bucket: Bucket) -> float:
+    """The part of its owner's room that a solve takes: the update, the transform, and its messages."""
+    n, m = sorted((bucket.rows, bucket.cols))
+    return 4 * n * (m + 3 * n) * bucket.precision.itemsize / bucket.limit

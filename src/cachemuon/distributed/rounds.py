@@ -1,14 +1,14 @@
-"""Which matrices are exchanged together, and what each rank sends: planned once, from placements alone."""
+"""Which matrices are exchanged together, and what each rank sends of them: planned once, from placements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..engine.bucket import Bucket, Matrix
@@ -17,67 +17,50 @@ from ..engine.local import grouped
 from ..engine.plan import Chunk, Plan
 from ..newton_schulz.normalize import computed_in
 from ..newton_schulz.workspace import memory_limit
-from .layout import ShardSlice, in_rounds
-from .placement import Placement
+from .placement import ShardSlice
+from .shared import Placements
 
+T = TypeVar("T")
 Member = tuple[Kind, Matrix]
-Placements = dict[int, Placement]
 
 
-class Parcel(NamedTuple):
-    """A slice of a matrix in a message, where it begins at an element."""
-
-    part: ShardSlice
-    begin: int
-
-    def of(self, message: Tensor) -> Tensor:
-        """Its elements, in the shape of the slice."""
-        return message[self.begin : self.begin + self.part.size].view(self.part.shape)
-
-
-@dataclass(frozen=True)
 class Message:
-    """What one rank sends to all, or receives from all.
+    """What one rank sends to all, or receives from all: slices of matrices in one tensor, rank by rank.
 
-    `parcels` are those of each matrix, by its number; `sizes` the elements for each rank, or from it.
+    `slices` are the number of a matrix, the rank that its slice is for or from, and the slice. Sender and
+    receiver list matrices in one order, and so agree on where each slice begins. `sizes` are the elements for
+    each rank, or from it.
     """
 
-    parcels: dict[int, list[Parcel]]
-    sizes: list[int]
-
-    @classmethod
-    def of(cls, ranks: int, slices: Iterable[tuple[Matrix, int, ShardSlice]]) -> Message:
-        """From each matrix, the rank that its slice is for or from, and the slice.
-
-        Sender and receiver list matrices in one order, and so agree on where each slice begins.
-        """
-        parcels: dict[int, list[Parcel]] = {}
-        sizes = [0] * ranks
+    def __init__(self, ranks: int, slices: Iterable[tuple[int, int, ShardSlice]]) -> None:
+        self.sizes = [0] * ranks
+        self._begins: dict[int, list[tuple[ShardSlice, int]]] = {}
         begin = 0
-        for x, rank, part in sorted(slices, key=lambda one: one[1]):  # of one rank in their order
-            parcels.setdefault(x.number, []).append(Parcel(part, begin))
-            sizes[rank] += part.size
+        for number, rank, part in sorted(slices, key=lambda entry: entry[1]):
+            self._begins.setdefault(number, []).append((part, begin))
+            self.sizes[rank] += part.size
             begin += part.size
-        return cls(parcels, sizes)
 
-    @property
-    def size(self) -> int:
-        """Its number of elements."""
-        return sum(self.sizes)
+    def slices(self, number: int, message: Tensor) -> list[tuple[ShardSlice, Tensor]]:
+        """The slices of a matrix, and where they lie in a message."""
+        found = self._begins.get(number, ())
+        return [(part, message[begin : begin + part.size].view(part.shape)) for part, begin in found]
+
+    def views(self, number: int, whole: Tensor, message: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of a whole matrix and of a message that show the same elements."""
+        return [pair for part, own in self.slices(number, message) for pair in part.views(whole, own)]
 
 
-@dataclass(frozen=True, eq=False)
-class Round:
+class Round(NamedTuple):
     """Matrices that are exchanged together.
 
-    `pieces` are buckets of what this rank has of them; `owned` buckets of those that it owns, in lists that
-    are worked on together. Updates go `to_owners` and arrive `from_ranks`; directions go `to_ranks` and
-    arrive `from_owners`. Where every owner has its matrices whole, as `copies`, no update is sent.
+    `pieces` are buckets of what this rank stores of them; `owned` buckets of those that it owns, in lists
+    that are orthogonalized together. Updates go `to_owners` and arrive `from_ranks`; directions go `to_ranks`
+    and arrive `from_owners`. Where each owner stores all of its matrices, as `copies`, no update is sent.
     """
 
     pieces: list[Bucket]
     owned: list[list[Bucket]]
-    dtype: torch.dtype
     copies: bool
     to_owners: Message
     from_ranks: Message
@@ -85,97 +68,91 @@ class Round:
     from_owners: Message
 
 
-class Rounds(NamedTuple):
-    """The matrices of a rank group in an `order` that all its ranks know.
+def plan_rounds(
+    plan: Plan, members: list[Member], placements: Placements
+) -> tuple[list[list[Bucket]], list[Round]]:
+    """Buckets of matrices that only this rank has any part of, and the rounds of all others.
 
-    `staying` are buckets of matrices that only this rank has any part of, in lists that are worked on
-    together.
+    An owner gives a round an eighth of `max_workspace_bytes`: its messages need room too, and the next round.
     """
-
-    order: list[Matrix]
-    staying: list[list[Bucket]]
-    rounds: list[Round]
-
-
-def plan_rounds(plan: Plan, members: list[Member], placements: Placements) -> Rounds:
-    """The rounds of matrices that one rank group shares."""
     alone = [(kind, x) for kind, x in members if placements[x.number].only_on_owner]
     moving = [(kind, x) for kind, x in members if not placements[x.number].only_on_owner]
-    together = _together(moving, placements)
+    owners, shares = [], []
+    for _, x in moving:
+        dtype, limit = x.param.dtype, memory_limit(x.group["max_workspace_bytes"], x.param.device.type)
+        taken = prod(x.layout.views[x.index].shape) * (dtype.itemsize + 2 * computed_in(dtype).itemsize)
+        owners.append(placements[x.number].owner)
+        shares.append(8 * taken / limit)
+    rounds = in_rounds(moving, owners, shares)
     chunks = [chunks_of(plan, _here(alone, placements))]
-    for one in together:
-        owned = [(kind, x) for kind, x in one if placements[x.number].owned]
-        chunks += [chunks_of(plan, owned, 2), _pieces(plan, one, placements)]
-    made = iter(plan.buckets([chunk for some in chunks for chunk in some]))  # all at once: see there
+    for together in rounds:
+        own = [(kind, x) for kind, x in together if placements[x.number].owned]
+        chunks += [chunks_of(plan, own, 2), chunks_of(plan, _here(together, placements), 2, placements)]
+    made = iter(plan.buckets([*chain(*chunks)]))  # in one call, so that one upload fills all of them
     staying, *buckets = [list(islice(made, len(some))) for some in chunks]
-    rounds = [
-        _round(one, owned, pieces, placements)
-        for one, owned, pieces in zip(together, buckets[::2], buckets[1::2], strict=True)
-    ]
-    order = [x for one in together for _, x in one] + [x for _, x in alone]
-    return Rounds(order, grouped(staying), rounds)
-
-
-def _together(members: list[Member], placements: Placements) -> list[list[Member]]:
-    """Matrices of one dtype, as many at a time as their owners have room for.
-
-    An owner gives them an eighth of what a step may take: the messages need room too, and the next round.
-    """
-    by_dtype: dict[torch.dtype, list[Member]] = {}
-    for kind, x in members:
-        by_dtype.setdefault(x.param.dtype, []).append((kind, x))
-    found = []
-    for dtype, alike in by_dtype.items():
-        itemsize = dtype.itemsize + 2 * computed_in(dtype).itemsize
-        owners, shares = [], []
-        for _, x in alike:
-            room = memory_limit(x.group["max_workspace_bytes"], x.param.device.type) / 8
-            owners.append(placements[x.number].owner)
-            shares.append(prod(x.layout.views[x.index].shape) * itemsize / room)
-        found += in_rounds(alike, owners, shares)
-    return found
-
-
-def _here(members: list[Member], placements: Placements) -> list[Member]:
-    """Matrices that this rank has parts of, at their places in its part of the parameter."""
-    slices = [(kind, x, placements[x.number].here) for kind, x in members]
-    return [(kind, replace(x, place=part.place)) for kind, x, part in slices if part is not None]
-
-
-def chunks_of(plan: Plan, members: list[Member], share: int = 1) -> list[Chunk]:
-    """Matrices of any kinds in chunks (`Plan.chunks`)."""
-    by_kind: dict[Kind, list[Matrix]] = {}
-    for kind, x in members:
-        by_kind.setdefault(kind, []).append(x)
-    return [chunk for kind, matrices in by_kind.items() for chunk in plan.chunks(kind, matrices, share)]
-
-
-def _pieces(plan: Plan, members: list[Member], placements: Placements) -> list[Chunk]:
-    """What this rank has of matrices, in chunks of one shape."""
-    alike: dict[tuple[Kind, tuple[int, int]], list[Matrix]] = {}
-    for kind, x in _here(members, placements):
-        part = placements[x.number].slices[placements[x.number].rank]
-        alike.setdefault((kind, part.sides), []).append(x)
-    return [
-        chunk
-        for (kind, sides), matrices in alike.items()
-        for chunk in plan.chunks(kind, matrices, 2, piece=sides)
+    return grouped(staying), [
+        _round(together, owned, pieces, placements)
+        for together, owned, pieces in zip(rounds, buckets[::2], buckets[1::2], strict=True)
     ]
 
 
 def _round(members: list[Member], owned: list[Bucket], pieces: list[Bucket], placements: Placements) -> Round:
     to_owners, from_ranks, to_ranks, from_owners = [], [], [], []
+    copies = True
     for _, x in members:
         place = placements[x.number]
+        copies = copies and place.senders == {place.owner}
         if place.here is not None:
-            from_owners.append((x, place.owner, place.here))
+            from_owners.append((x.number, place.owner, place.here))
             if place.rank in place.senders:
-                to_owners.append((x, place.owner, place.here))
+                to_owners.append((x.number, place.owner, place.here))
         if place.owned:
-            to_ranks += [(x, rank, part) for rank, part in place.slices.items()]
-            from_ranks += [(x, rank, place.slices[rank]) for rank in sorted(place.senders)]
-    places = [placements[x.number] for _, x in members]
-    copies = all(place.senders == {place.owner} for place in places)
-    number = len(places[0].ranks)
-    messages = (Message.of(number, some) for some in (to_owners, from_ranks, to_ranks, from_owners))
-    return Round(pieces, grouped(owned), members[0][1].param.dtype, copies, *messages)
+            to_ranks += [(x.number, rank, part) for rank, part in place.slices.items()]
+            from_ranks += [(x.number, rank, place.slices[rank]) for rank in sorted(place.senders)]
+    messages = [Message(len(place.ranks), some) for some in (to_owners, from_ranks, to_ranks, from_owners)]
+    return Round(pieces, grouped(owned), copies, *messages)
+
+
+def _here(members: list[Member], placements: Placements) -> list[Member]:
+    """Matrices that this rank stores parts of, at their places in what it stores of the parameter."""
+    slices = [(kind, x, placements[x.number].here) for kind, x in members]
+    return [(kind, replace(x, place=part.place)) for kind, x, part in slices if part is not None]
+
+
+def chunks_of(
+    plan: Plan, members: list[Member], share: int = 1, pieces: Placements | None = None
+) -> list[Chunk]:
+    """Matrices in chunks of one kind (`Plan.chunks`); with `pieces` of one shape of what this rank stores."""
+    alike: dict[tuple[Kind, tuple[int, int] | None], list[Matrix]] = {}
+    for kind, x in members:
+        part = None if pieces is None else pieces[x.number].here
+        alike.setdefault((kind, None if part is None else part.sides), []).append(x)
+    return [
+        chunk
+        for (kind, sides), matrices in alike.items()
+        for chunk in plan.chunks(kind, matrices, share, piece=sides)
+    ]
+
+
+def in_rounds(members: Sequence[T], owners: Sequence[int], shares: Sequence[float]) -> list[list[T]]:
+    """As many members at a time as their owners have room for, with work for every owner in each round.
+
+    `shares` are the parts of its owner's room that each takes; one that takes more is a round by itself.
+
+    >>> in_rounds("abcde", [0, 0, 0, 1, 1], [0.5] * 5)
+    [['a', 'b', 'd', 'e'], ['c']]
+    """
+    turns, order = Counter[int](), []
+    for place, owner in enumerate(owners):
+        order.append((turns[owner], place))
+        turns[owner] += 1
+    rounds: list[list[int]] = []
+    room: dict[int, float] = {}
+    for _, place in sorted(order):
+        owner = owners[place]
+        if not rounds or (owner in room and room[owner] < shares[place]):
+            rounds.append([])
+            room = {}
+        rounds[-1].append(place)
+        room[owner] = room.get(owner, 1.0) - shares[place]
+    return [[members[place] for place in sorted(one)] for one in rounds]

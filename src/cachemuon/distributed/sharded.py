@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -11,36 +12,26 @@ from ..engine.bucket import Bucket
 from ..engine.local import step_down
 from ..engine.orthogonalize import Direction, Update
 from ..engine.plan import Plan
-from ..newton_schulz.normalize import computed_in, peak_of
+from ..newton_schulz.normalize import peak_of
 from .rank_group import RankGroup
-from .rounds import Member, Message, Placements, Round, plan_rounds
-from .shared import Shared
+from .rounds import Member, Message, Round, plan_rounds
+from .shared import Placements, Shared
 
 
 class Sharded(Shared):
     """Owners orthogonalize round by round. A matrix that only its owner has any part of stays there.
 
-    While an owner works on a round, updates of the next round and directions of the last one are under way.
+    While an owner works on a round, the updates of the next round and the directions of the last one are
+    under way.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank_group: RankGroup,
-        members: list[Member],
-        placements: Placements,
+        self, plan: Plan, rank_group: RankGroup, placements: Placements, members: list[Member]
     ) -> None:
-        order, self.staying, self.rounds = plan_rounds(plan, members, placements)
-        together = [*self.staying, *(buckets for one in self.rounds for buckets in one.owned)]
+        self.staying, self.rounds = plan_rounds(plan, members, placements)
+        together = [*self.staying, *chain(*(one.owned for one in self.rounds))]
         pieces = [bucket for one in self.rounds for bucket in one.pieces]
-        super().__init__(
-            plan,
-            rank_group,
-            order,
-            placements,
-            [bucket for buckets in together for bucket in buckets],
-            pieces,
-        )
+        super().__init__(plan, rank_group, placements, [x for _, x in members], [*chain(*together)], pieces)
         self._outgoing: tuple[Message, Tensor] | None = None  # where the directions of a round are written
 
     def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:
@@ -54,15 +45,15 @@ class Sharded(Shared):
         arriving = [self._send_updates(one) for one in self.rounds[:1]]
         leaving: list[Callable[[], None]] = []
         for number, one in enumerate(self.rounds):
-            message = arriving.pop()()
+            updates = arriving.pop()()
             arriving += [self._send_updates(following) for following in self.rounds[number + 1 : number + 2]]
             # Zeros, since an orthogonalizer may leave out matrices whose gradient is bad.
-            directions = torch.zeros(one.to_ranks.size, dtype=computed_in(one.dtype), device=self.device)
+            directions = torch.zeros(sum(one.to_ranks.sizes), dtype=self.precision, device=self.device)
             self._outgoing = one.to_ranks, directions
             for buckets in one.owned:
-                yield [self._received(bucket, one.from_ranks, message, outcomes) for bucket in buckets]
+                yield [self._received(bucket, one.from_ranks, updates, outcomes) for bucket in buckets]
             while leaving:
-                leaving.pop()()  # nothing else refers to its messages
+                leaving.pop()()  # popped, so that its messages are freed before the next ones are made
             leaving.append(self._send_directions(one, directions))
         while leaving:
             leaving.pop()()
@@ -79,53 +70,51 @@ class Sharded(Shared):
         for row, step in zip(direction.bucket_rows, bucket.wide(direction.D).unbind(0), strict=True):
             x = bucket.matrices[row]
             whole = step.reshape(x.layout.views[x.index].shape)
-            for parcel in sent.parcels.get(x.number, ()):
-                pairs += [(part, of_whole) for of_whole, part in parcel.part.views(whole, parcel.of(message))]
+            pairs += [(part, of_whole) for of_whole, part in sent.views(x.number, whole, message)]
         _copy(pairs)
 
     def _send_updates(self, one: Round) -> Callable[[], Tensor]:
-        """The momentum of this rank's pieces takes in their gradients, and updates leave for the owners.
+        """Update the momentum of this rank's pieces, and send their updates to the owners.
 
-        Returns what waits for those that arrive here.
+        Returns a function that waits for the updates that this rank receives.
         """
         sent = one.to_owners
-        outgoing = torch.empty(sent.size, dtype=one.dtype, device=self.device)
+        outgoing = torch.empty(sum(sent.sizes), dtype=self.dtype, device=self.device)
         for bucket in one.pieces:
             U, _ = self.take_in(bucket, _rows(bucket))
+            pieces = zip(bucket.matrices, U.unbind(0), strict=True)
             _copy(
                 [
-                    (parcel.of(outgoing), piece.view(parcel.part.shape))
-                    for x, piece in zip(bucket.matrices, U.unbind(0), strict=True)
-                    for parcel in sent.parcels.get(x.number, ())
+                    (own, piece.view(own.shape))
+                    for x, piece in pieces
+                    for _, own in sent.slices(x.number, outgoing)
                 ]
             )
         if one.copies:
             return lambda: outgoing
-        return self.rank_group.all_to_all("updates", outgoing, sent.sizes, one.from_ranks.sizes).wait
+        return self.rank_group.all_to_all("updates", outgoing, sent.sizes, one.from_ranks.sizes)
 
     def _received(self, bucket: Bucket, received: Message, message: Tensor, outcomes: list[int]) -> Update:
         """The updates of whole matrices, put together from what their ranks have sent."""
         U = message.new_empty(len(bucket.matrices), bucket.rows, bucket.cols)
         pairs = []
         for x, whole in zip(bucket.matrices, U.unbind(0), strict=True):
-            natural = whole.view(x.layout.views[x.index].shape)
-            for parcel in received.parcels[x.number]:
-                pairs += parcel.part.views(natural, parcel.of(message))
+            pairs += received.views(x.number, whole.view(x.layout.views[x.index].shape), message)
         _copy(pairs)
         U = U.to(bucket.precision)
         return self.update(bucket, _rows(bucket), outcomes, U, peak_of(U))
 
     def _send_directions(self, one: Round, outgoing: Tensor) -> Callable[[], None]:
-        """Directions leave for all ranks that have a part. Returns what waits for those that arrive here, and
-        applies them.
+        """Send directions to all ranks that store a part. Returns a function that waits for those that this
+        rank receives, and applies them.
         """
         coming = one.from_owners
-        arrival = self.rank_group.all_to_all("directions", outgoing, one.to_ranks.sizes, coming.sizes)
+        wait = self.rank_group.all_to_all("directions", outgoing, one.to_ranks.sizes, coming.sizes)
 
         def apply() -> None:
-            message = arrival.wait()
+            message = wait()
             for bucket in one.pieces:
-                steps = [coming.parcels[x.number][0].of(message) for x in bucket.matrices]
+                steps = [step for x in bucket.matrices for _, step in coming.slices(x.number, message)]
                 step_down(bucket, _rows(bucket), steps, self.good[bucket])
 
         return apply

@@ -1,9 +1,12 @@
-"""What both ways of sharing matrices have in common: which gradients are good, and what has been measured."""
+"""What both exchanges between ranks have in common: flags of gradients, and measurements for all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ..engine.bucket import Bucket, Matrix, is_dtensor, local
 from ..engine.local import gradient, normalized, step_down, take_in
@@ -11,79 +14,84 @@ from ..engine.orthogonalize import Direction, Update, rows_of
 from ..engine.plan import Plan
 from ..engine.readings import PEAK, Readings
 from ..engine.schedule import MISSING
+from ..newton_schulz.normalize import computed_in
 from .placement import Placement
 from .rank_group import RankGroup
 
 NON_FINITE, GOOD = 0.0, 1.0
-"""Flags of a gradient beside `MISSING`. The flag of a matrix is the least of all ranks' flags."""
+"""Flags of a gradient, beside `MISSING`. The flag of a matrix is the least of all ranks' flags."""
+
+Placements = dict[int, Placement]
 
 
 class Shared:
-    """Matrices that a rank group shares, in an order that all its ranks know.
+    """Matrices of one dtype that a rank group shares, in an order that all its ranks know.
 
-    Every rank issues the same collectives at every step, whatever gradients it has: one that is missing or
-    not finite is a flag on the device. Only where all ranks have a good gradient a matrix is stepped.
+    Every rank issues the same collectives at every step, whatever gradients exist: a missing or non-finite
+    gradient is a flag on the device. A matrix takes a step only if all ranks have a good gradient of it.
     """
 
     def __init__(
         self,
         plan: Plan,
         rank_group: RankGroup,
+        placements: Placements,
         matrices: list[Matrix],
-        placements: dict[int, Placement],
         buckets: list[Bucket],
-        pieces: list[Bucket],
+        pieces: Sequence[Bucket] = (),
     ) -> None:
-        """`buckets` are those whose directions are made on this rank; of their matrices it may own only some.
-        `pieces` are buckets of what else this rank has.
-        """
+        """This rank makes the directions of `buckets`; `pieces` are its parts of sharded matrices."""
+        param = matrices[0].param
         self.plan, self.rank_group = plan, rank_group
-        self.matrices, self.placements, self.buckets = matrices, placements, buckets
+        self.placements, self.matrices, self.buckets = placements, matrices, buckets
         self.readings = Readings(buckets)
-        self.device = local(matrices[0].param).device
         self.good: dict[Bucket, Tensor] = {}  # (B,) for each bucket, in this step
-        dtypes = {torch.promote_types(x.param.dtype, torch.float32) for x in matrices}
-        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.device, self.dtype, self.precision = local(param).device, param.dtype, computed_in(param.dtype)
         self._measures = any(plan.choices[x.number].life.always is None for x in matrices)
         self._grads: dict[Tensor, Tensor | None] = {}
         self._flags = torch.empty(0)
-        place = {x.number: row for row, x in enumerate(matrices)}
-        self._buckets = [*buckets, *pieces]
-        rows = [place[x.number] for bucket in self._buckets for x in bucket.matrices]
-        self._rows = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self._owned = self._owned_rows(place)
+        self._parts = [*buckets, *pieces]
+        row_of = {x.number: row for row, x in enumerate(matrices)}
+        numbers = self.readings.numbers
+        owned = [row for row, number in enumerate(numbers) if placements[number].owned]
+        self._rows = self._index([row_of[x.number] for bucket in self._parts for x in bucket.matrices])
+        self._owned, self._owned_rows = self._index(owned), self._index([row_of[numbers[i]] for i in owned])
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64).to(self.device)
 
     def begin(self) -> None:
         """Take the gradients of this step. Afterwards `good` is the same on all ranks."""
         self.readings.clear()
-        self._grads = {}
-        nothing = torch.zeros((), dtype=self._dtype, device=self.device)
-        extremes, missing = [], []
+        nothing = torch.zeros((), dtype=self.precision, device=self.device)
+        extremes: list[Tensor] = []
+        missing = []
         for row, x in enumerate(self.matrices):
             if x.param not in self._grads:
-                self._grads[x.param] = _placed_gradient(x)
-                self.plan.momentum(x)  # a rank that has no part of a matrix counts its steps too
+                self._grads[x.param] = _gradient(x)
+                self.plan.momentum(x)  # a rank that stores no part of a matrix counts its steps too
             grad, part = self._grads[x.param], self.placements[x.number].here
-            if part is None or grad is None:
-                extremes += [nothing, nothing]
-                missing += [] if part is None else [row]
-            else:
+            if part is not None and grad is not None:
                 extremes += torch.aminmax(local(grad)[part.place])
-        self._flags = torch.stack(extremes).isfinite().view(-1, 2).all(1).to(self._dtype)
+                continue
+            extremes += (nothing, nothing)
+            if part is not None:
+                missing.append(row)
+        self._flags = torch.stack(extremes).isfinite().view(-1, 2).all(1).to(self.precision)
         for row in missing:
             self._flags[row].fill_(MISSING)
-        self.rank_group.all_reduce("flags", self._flags, torch.distributed.ReduceOp.MIN)
+        self.rank_group.all_reduce("flags", self._flags, ReduceOp.MIN)
         good = self._flags.index_select(0, self._rows) == GOOD
-        parts = good.split([len(bucket.matrices) for bucket in self._buckets])
-        self.good = dict(zip(self._buckets, parts, strict=True))
+        parts = good.split([len(bucket.matrices) for bucket in self._parts])
+        self.good = dict(zip(self._parts, parts, strict=True))
 
     def gradient(self, x: Matrix) -> Tensor:
-        """The gradient of a matrix's parameter on this rank. Momentum stands in for one that is missing."""
+        """The gradient of a matrix's parameter on this rank. Momentum stands in for a missing one."""
         grad = self._grads[x.param]
         return self.plan.momentum(x) if grad is None else grad
 
     def take_in(self, bucket: Bucket, rows: list[int], place: int = 0) -> tuple[Tensor, Tensor]:
-        """The momentum of some rows takes in their gradients where these are good: `engine.local.take_in`."""
+        """Update the momentum of some rows where their gradients are good: `engine.local.take_in`."""
         return take_in(bucket, rows, self.plan, self.gradient, rows_of(self.good[bucket], rows), place)
 
     def update(self, bucket: Bucket, rows: list[int], outcomes: list[int], U: Tensor, peak: Tensor) -> Update:
@@ -103,11 +111,11 @@ class Shared:
 
     def measured(self) -> Readings:
         """What the owners have measured, on all ranks."""
-        everyone = Readings.of([x.number for x in self.matrices], self._dtype, self.device)
+        everyone = Readings.of([x.number for x in self.matrices], self.precision, self.device)
         values = everyone.tensors[0]
         if self._measures:
-            for tensor, (rows, places) in zip(self.readings.tensors, self._owned, strict=True):
-                values.index_copy_(0, places, tensor.index_select(0, rows).to(self._dtype))
+            for own in self.readings.tensors:  # one, unless this rank makes no directions
+                values.index_copy_(0, self._owned_rows, own.index_select(0, self._owned))
             self.rank_group.all_reduce("residuals", values)
         peaks = torch.where(self._flags == NON_FINITE, torch.nan, values[:, PEAK])
         values[:, PEAK] = torch.where(self._flags == MISSING, MISSING, peaks)
@@ -115,22 +123,9 @@ class Shared:
         self._grads, self.good = {}, {}
         return everyone
 
-    def _owned_rows(self, place: dict[int, int]) -> list[tuple[Tensor, Tensor]]:
-        """For each tensor of the readings: rows of matrices that this rank owns, and their places in all."""
-        found, numbers = [], iter(self.readings.numbers)
-        for tensor in self.readings.tensors:
-            own = [
-                (row, place[number])
-                for row, number in zip(range(len(tensor)), numbers, strict=False)
-                if self.placements[number].owned
-            ]
-            pairs = torch.tensor(own, dtype=torch.int64).view(-1, 2).to(tensor.device)
-            found.append((pairs[:, 0], pairs[:, 1]))
-        return found
 
-
-def _placed_gradient(x: Matrix) -> Tensor | None:
-    """A parameter's gradient, placed as the parameter is."""
+def _gradient(x: Matrix) -> Tensor | None:
+    """A parameter's gradient, with the placements of the parameter."""
     if x.param.grad is None:
         return None
     grad, param = gradient(x), x.param

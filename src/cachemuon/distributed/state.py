@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -10,21 +10,32 @@ from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, StateDict
 
 from ..engine.bucket import is_dtensor, local
-from .layout import ShardSlice
-from .placement import exchange_of, index_ranges, ranks_of
+from .placement import ShardSlice, ranks_of, stored_indices
+
+EVERYWHERE = ("momentum_buffer", "counters", "residuals")
+"""The state entries of matrices that every rank has: all of them, or its shard."""
+
+
+def orthogonalizer_entries(names: Iterable[str]) -> list[str]:
+    """The state entries of matrices that belong to an orthogonalizer, as transforms do: only ranks that make
+    the directions of a matrix keep them.
+
+    >>> orthogonalizer_entries(["momentum_buffer", "transform.0", "counters"])
+    ['transform.0']
+    """
+    return [name for name in names if name not in EVERYWHERE]
 
 
 def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor as the shard that this rank has of its parameter, if that is sharded."""
+    """A whole tensor as the shard that this rank stores, if its parameter is sharded."""
     if not is_dtensor(param) or is_dtensor(tensor) or tensor.shape != param.shape:
         return tensor
     mesh = param.device_mesh
     where = mesh.get_coordinate()
     if where is None:
         return tensor
-    part = ShardSlice.whole(index_ranges(param, where))
     own = tensor.new_empty(local(param).shape)
-    for of_whole, of_part in () if part is None else part.views(tensor, own):
+    for of_whole, of_part in ShardSlice(tuple(stored_indices(param, where))).views(tensor, own):
         of_part.copy_(of_whole)
     placed = mesh, param.placements
     return type(param).from_local(own, *placed, run_check=False, shape=param.shape, stride=param.stride())
@@ -38,8 +49,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def whole_state_dict(optimizer: Optimizer) -> StateDict:
     """The state of an optimizer as one process alone has it: shards put together, and all transforms.
 
-    Every rank of the optimizer's parameters must call it, and all get it. `load_state_dict` continues from it
-    on any number of ranks.
+    Every rank of the optimizer's parameters must call it. `load_state_dict` continues from the result on any
+    number of ranks.
 
     >>> import torch
     >>> W = torch.nn.Parameter(torch.ones(2, 3))
@@ -49,20 +60,20 @@ def whole_state_dict(optimizer: Optimizer) -> StateDict:
     """
     packed = optimizer.state_dict()
     pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
-    entries = packed["state"]
     for number, (group, param) in enumerate(pairs):
-        if number not in entries or not (among := _process_groups(group, param)):
+        groups = _process_groups(group, param)
+        if number not in packed["state"] or not groups:
             continue
-        kept = {
-            key: full_tensor(value) if isinstance(value, Tensor) else value
-            for key, value in entries[number].items()
-        }
-        own = {key: value.cpu() for key, value in kept.items() if key.startswith("transform")}
-        for ranks in among:
-            found: list[Any] = [None] * dist.get_world_size(ranks)
-            dist.all_gather_object(found, own, group=ranks)
+        state = packed["state"][number].items()
+        whole = {key: full_tensor(value) if isinstance(value, Tensor) else value for key, value in state}
+        own = (
+            {key: whole[key].cpu() for key in orthogonalizer_entries(whole)} if group.get("use_muon") else {}
+        )
+        for process_group in groups:
+            found: list[Any] = [None] * dist.get_world_size(process_group)
+            dist.all_gather_object(found, own, group=process_group)
             own = {key: value for part in found for key, value in part.items()}
-        entries[number] = {**kept, **{key: value.to(local(param).device) for key, value in own.items()}}
+        packed["state"][number] = whole | {key: value.to(local(param).device) for key, value in own.items()}
     return packed
 
 
@@ -70,16 +81,12 @@ def _process_groups(group: dict[str, Any], param: Tensor) -> list[Any]:
     """The process groups whose ranks each have only some of a parameter's state."""
     if is_dtensor(param):
         return [param.device_mesh.get_group(dim) for dim in range(param.device_mesh.ndim)]
-    if group.get("use_muon") and "gate" in group and (ranks := ranks_of(group, param)):
-        by_owner = exchange_of(group, len(ranks)) == "directions" or group["gate"] == "residual"
-        return [group["process_group"].group] if by_owner else []
-    return []
+    return [group["process_group"].group] if group.get("use_muon") and ranks_of(group, param) else []
 
 
 def group_by_mesh(params: list[Tensor]) -> list[list[Tensor]]:
     """Plain parameters, and those of each mesh: torch's operations on lists take no mixture."""
     found: dict[Hashable, list[Tensor]] = {}
     for param in params:
-        mesh = param.device_mesh if is_dtensor(param) else None
-        found.setdefault(mesh, []).append(param)
+        found.setdefault(param.device_mesh if is_dtensor(param) else None, []).append(param)
     return list(found.values())
