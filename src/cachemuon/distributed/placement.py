@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch import distributed as dist
@@ -22,9 +22,6 @@ from ..engine.kinds import Kind
 from ..engine.orthogonalize import Cached
 from ..routing.layout import MatrixView
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 EXCHANGES = ("transforms", "directions")
 """What the owner of a matrix sends to ranks that have copies of it."""
 
@@ -33,8 +30,6 @@ FROM_RANKS = 4
 
 Indices = Sequence[int]
 """Ascending indices along one dimension: a range, or a tuple if they have gaps."""
-
-Region = tuple[slice, ...]
 
 
 def local_indices(
@@ -51,12 +46,6 @@ def local_indices(
             parts = [_chunk(_chunk(indices, blocks, block), number, place) for block in range(blocks)]
             indices = tuple(chain.from_iterable(parts))
     return indices
-
-
-def stored_indices(param: DTensor, where: Sequence[int]) -> list[Indices]:
-    """The indices along each dimension that the rank at `where` in a parameter's mesh stores."""
-    mesh = tuple(param.device_mesh.mesh.shape)
-    return [local_indices(size, dim, param.placements, mesh, where) for dim, size in enumerate(param.shape)]
 
 
 def _chunk(indices: Indices, number: int, place: int) -> Indices:
@@ -80,13 +69,13 @@ def _runs(indices: Indices) -> list[tuple[slice, slice]]:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """What one rank stores of a tensor: its `indices` along each dimension of the whole.
+    """What one rank stores of a matrix: these `indices` along each of its dimensions.
 
-    The slice of a matrix lies at `place` in what the rank stores of the matrix's parameter.
+    The slice lies at `place` in what the rank stores of the matrix's parameter.
     """
 
     indices: tuple[Indices, ...]
-    place: tuple[int | slice, ...] = ()
+    place: tuple[int | slice, ...]
 
     @classmethod
     def of(cls, stored: Sequence[Indices], view: MatrixView) -> ShardSlice | None:
@@ -114,21 +103,14 @@ class ShardSlice:
         """Its number of elements."""
         return prod(self.shape)
 
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Its shape, flattened to two dimensions."""
-        return self.shape[0], prod(self.shape[1:])
-
     @cached_property
-    def _regions(self) -> list[tuple[Region, Region]]:
-        """Regions of the slice, each with its region of the whole."""
-        found = []
-        for runs in product(*map(_runs, self.indices)):
-            found.append((tuple(here for here, _ in runs), tuple(there for _, there in runs)))
-        return found
+    def _regions(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Regions of the slice, each with its region of the matrix."""
+        boxes = product(*map(_runs, self.indices))
+        return [(tuple(here for here, _ in box), tuple(there for _, there in box)) for box in boxes]
 
     def views(self, whole: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Views of the whole tensor and of this slice that show the same elements."""
+        """Views of a whole matrix and of this slice of it that show the same elements."""
         return [(whole[there], part.view(self.shape)[here]) for here, there in self._regions]
 
 
@@ -197,23 +179,26 @@ def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Plac
         ]
         # A rank that stores a whole matrix owns it, as of an expert.
         owners = assign_owners([cost for kind in members for cost in _costs(kind)], whole, len(ranks))
+        default = "directions" if len(ranks) >= FROM_RANKS else "transforms"
         for (x, reuses), own, copies, owner in zip(matrices, slices, whole, owners, strict=True):
-            sends_transforms = reuses and exchange_of(x.group, len(ranks)) == "transforms"
-            replicated = sends_transforms and len(copies) == len(ranks)
+            exchange = x.group.get("exchange") or default
+            replicated = reuses and exchange == "transforms" and len(copies) == len(ranks)
             found[x.number] = Placement(ranks, here, own, owner, replicated)
     return found
 
 
 def _slices(param: Tensor, view: MatrixView, ranks: tuple[int, ...]) -> dict[int, ShardSlice]:
     """What each rank stores of a matrix, in the order of the ranks; not of those that store nothing."""
+    found = {}
     if is_dtensor(param):
-        mesh = param.device_mesh.mesh
-        places = {ranks.index(int(mesh[where])): where for where in product(*map(range, mesh.shape))}
-        stored = {rank: stored_indices(param, places[rank]) for rank in sorted(places)}
+        mesh, sizes = param.device_mesh.mesh, list(enumerate(param.shape))
+        for where in product(*map(range, mesh.shape)):
+            stored = [local_indices(size, dim, param.placements, mesh.shape, where) for dim, size in sizes]
+            found[ranks.index(int(mesh[where]))] = ShardSlice.of(stored, view)
     else:
-        stored = {rank: [range(size) for size in param.shape] for rank in range(len(ranks))}
-    parts = {rank: ShardSlice.of(indices, view) for rank, indices in stored.items()}
-    return {rank: part for rank, part in parts.items() if part is not None}
+        whole = ShardSlice.of([range(size) for size in param.shape], view)
+        found = {rank: whole for rank in range(len(ranks))}
+    return {rank: part for rank, part in sorted(found.items()) if part is not None}
 
 
 class OwnerCost(NamedTuple):
@@ -263,16 +248,6 @@ def assign_owners(costs: Sequence[OwnerCost], choices: Sequence[Sequence[int]], 
     return owners
 
 
-def exchange_of(group: dict[str, Any], number: int) -> str:
-    """What owners send in a rank group of that size: as the setting says, or by the size.
-
-    >>> exchange_of({"exchange": None}, 2), exchange_of({"exchange": None}, 8)
-    ('transforms', 'directions')
-    """
-    chosen: str | None = group.get("exchange")
-    return chosen or ("directions" if number >= FROM_RANKS else "transforms")
-
-
 def ranks_of(group: dict[str, Any], param: Tensor) -> tuple[int, ...]:
     """The ranks that share a parameter, in the order of their process group; none if one rank has it."""
     if is_dtensor(param) and param.device_mesh.ndim > 1:
@@ -293,17 +268,12 @@ def process_group_of(group: dict[str, Any], param: Tensor) -> Any:
 
 def check_sharding(name: str, param: Tensor) -> None:
     """Refuse a parameter that was flattened or partitioned so that no matrix is left, and name what works."""
-    if is_dtensor(param):
-        for placement in param.placements:
-            if placement.is_partial():
-                raise ValueError(f"{name}: placements must be Shard or Replicate, got {param.placements}")
-    if type(param).__name__ == "FlatParameter" or hasattr(param, "_is_flat_param"):
+    if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
+        raise ValueError(f"{name}: placements must be Shard or Replicate, got {param.placements}")
+    flat = type(param).__name__ == "FlatParameter" or hasattr(param, "_is_flat_param")
+    if flat or hasattr(param, "ds_id"):
+        got = "a flat one of FullyShardedDataParallel" if flat else "a partition of DeepSpeed's ZeRO stage 3"
         raise ValueError(
-            f"{name}: parameters must have their own shape, got a flat one of FullyShardedDataParallel; "
-            f"torch.distributed.fsdp.fully_shard (FSDP2) keeps it"
-        )
-    if hasattr(param, "ds_id"):
-        raise ValueError(
-            f"{name}: parameters must be whole or DTensors, got a partition of DeepSpeed's ZeRO stage 3; "
+            f"{name}: parameters must be whole or DTensors, got {got}; "
             f"torch.distributed.fsdp.fully_shard (FSDP2) shards as DTensors"
         )

@@ -45,7 +45,9 @@ class Replicated(Shared):
         for members in rounds or [[]]:
             yield from self._refreshed(members, outcomes)
         for buckets in self.together:
-            hits = [[row for row, x in enumerate(one.matrices) if outcomes[x.number] == HIT] for one in buckets]
+            hits = [
+                [row for row, x in enumerate(one.matrices) if outcomes[x.number] == HIT] for one in buckets
+            ]
             if any(hits):
                 yield [
                     self._update(bucket, rows, outcomes, place)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from math import prod
@@ -22,33 +21,30 @@ from .shared import Placements
 
 T = TypeVar("T")
 Member = tuple[Kind, Matrix]
+Views = dict[int, list[tuple[ShardSlice, Tensor]]]
+"""Slices of matrices, by their number, and where they lie in a message."""
 
 
 class Message:
-    """What one rank sends to all, or receives from all: slices of matrices in one tensor, rank by rank.
+    """Slices of matrices that one rank sends to all, or receives from all, in one tensor, rank by rank.
 
     `slices` are the number of a matrix, the rank that its slice is for or from, and the slice. Sender and
-    receiver list matrices in one order, and so agree on where each slice begins. `sizes` are the elements for
-    each rank, or from it.
+    receiver list matrices in one order, and so agree on where each slice lies.
     """
 
-    def __init__(self, ranks: int, slices: Iterable[tuple[int, int, ShardSlice]]) -> None:
-        self.sizes = [0] * ranks
-        self._begins: dict[int, list[tuple[ShardSlice, int]]] = {}
-        begin = 0
-        for number, rank, part in sorted(slices, key=lambda entry: entry[1]):
-            self._begins.setdefault(number, []).append((part, begin))
+    def __init__(self, ranks: int, slices: list[tuple[int, int, ShardSlice]]) -> None:
+        self._slices = sorted(slices, key=lambda entry: entry[1])
+        self.sizes = [0] * ranks  # elements for each rank, or from it
+        for _, rank, part in slices:
             self.sizes[rank] += part.size
-            begin += part.size
 
-    def slices(self, number: int, message: Tensor) -> list[tuple[ShardSlice, Tensor]]:
-        """The slices of a matrix, and where they lie in a message."""
-        found = self._begins.get(number, ())
-        return [(part, message[begin : begin + part.size].view(part.shape)) for part, begin in found]
-
-    def views(self, number: int, whole: Tensor, message: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Views of a whole matrix and of a message that show the same elements."""
-        return [pair for part, own in self.slices(number, message) for pair in part.views(whole, own)]
+    def views(self, message: Tensor) -> Views:
+        """Where each slice lies in the message."""
+        found: Views = {}
+        parts = message.split([part.size for *_, part in self._slices])
+        for (number, _, part), own in zip(self._slices, parts, strict=True):
+            found.setdefault(number, []).append((part, own.view(part.shape)))
+        return found
 
 
 class Round(NamedTuple):
@@ -126,7 +122,8 @@ def chunks_of(
     alike: dict[tuple[Kind, tuple[int, int] | None], list[Matrix]] = {}
     for kind, x in members:
         part = None if pieces is None else pieces[x.number].here
-        alike.setdefault((kind, None if part is None else part.sides), []).append(x)
+        sides = None if part is None else (part.shape[0], prod(part.shape[1:]))
+        alike.setdefault((kind, sides), []).append(x)
     return [
         chunk
         for (kind, sides), matrices in alike.items()
@@ -142,17 +139,13 @@ def in_rounds(members: Sequence[T], owners: Sequence[int], shares: Sequence[floa
     >>> in_rounds("abcde", [0, 0, 0, 1, 1], [0.5] * 5)
     [['a', 'b', 'd', 'e'], ['c']]
     """
-    turns, order = Counter[int](), []
-    for place, owner in enumerate(owners):
-        order.append((turns[owner], place))
-        turns[owner] += 1
-    rounds: list[list[int]] = []
-    room: dict[int, float] = {}
-    for _, place in sorted(order):
-        owner = owners[place]
-        if not rounds or (owner in room and room[owner] < shares[place]):
-            rounds.append([])
-            room = {}
-        rounds[-1].append(place)
-        room[owner] = room.get(owner, 1.0) - shares[place]
-    return [[members[place] for place in sorted(one)] for one in rounds]
+    rounds: list[list[T]] = []
+    last: dict[int, tuple[int, float]] = {}  # of each owner: its last round, and what is taken of its room
+    for member, owner, share in zip(members, owners, shares, strict=True):
+        number, taken = last.get(owner, (0, 0.0))
+        if taken and taken + share > 1:
+            number, taken = number + 1, 0.0
+        last[owner] = number, taken + share
+        rounds += [[] for _ in range(number + 1 - len(rounds))]
+        rounds[number].append(member)
+    return rounds

@@ -14,7 +14,7 @@ from ..engine.orthogonalize import Direction, Update
 from ..engine.plan import Plan
 from ..newton_schulz.normalize import peak_of
 from .rank_group import RankGroup
-from .rounds import Member, Message, Round, plan_rounds
+from .rounds import Member, Round, Views, plan_rounds
 from .shared import Placements, Shared
 
 
@@ -32,7 +32,7 @@ class Sharded(Shared):
         together = [*self.staying, *chain(*(one.owned for one in self.rounds))]
         pieces = [bucket for one in self.rounds for bucket in one.pieces]
         super().__init__(plan, rank_group, placements, [x for _, x in members], [*chain(*together)], pieces)
-        self._outgoing: tuple[Message, Tensor] | None = None  # where the directions of a round are written
+        self._outgoing: Views = {}  # where directions are written
 
     def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:
         """What this rank owns: first what stays here, then what arrives, round by round."""
@@ -45,32 +45,32 @@ class Sharded(Shared):
         arriving = [self._send_updates(one) for one in self.rounds[:1]]
         leaving: list[Callable[[], None]] = []
         for number, one in enumerate(self.rounds):
-            updates = arriving.pop()()
+            updates = one.from_ranks.views(arriving.pop()())
             arriving += [self._send_updates(following) for following in self.rounds[number + 1 : number + 2]]
             # Zeros, since an orthogonalizer may leave out matrices whose gradient is bad.
             directions = torch.zeros(sum(one.to_ranks.sizes), dtype=self.precision, device=self.device)
-            self._outgoing = one.to_ranks, directions
+            self._outgoing = one.to_ranks.views(directions)
             for buckets in one.owned:
-                yield [self._received(bucket, one.from_ranks, updates, outcomes) for bucket in buckets]
+                yield [self._received(bucket, updates, outcomes) for bucket in buckets]
             while leaving:
-                leaving.pop()()  # popped, so that its messages are freed before the next ones are made
+                leaving.pop()()  # popped, so that its message is freed before the next one is made
             leaving.append(self._send_directions(one, directions))
         while leaving:
             leaving.pop()()
-        self._outgoing = None
+        self._outgoing = {}
 
     def scatter(self, direction: Direction) -> None:
         """Directions of matrices that stay here are applied; others are written to the message."""
         self.readings.note(direction)
-        if self._outgoing is None:
+        if not self._outgoing:
             self.step_down(direction)
             return
-        sent, message = self._outgoing
         bucket, pairs = direction.update.bucket, []
         for row, step in zip(direction.bucket_rows, bucket.wide(direction.D).unbind(0), strict=True):
             x = bucket.matrices[row]
             whole = step.reshape(x.layout.views[x.index].shape)
-            pairs += [(part, of_whole) for of_whole, part in sent.views(x.number, whole, message)]
+            for part, own in self._outgoing[x.number]:
+                pairs += [(target, source) for source, target in part.views(whole, own)]
         _copy(pairs)
 
     def _send_updates(self, one: Round) -> Callable[[], Tensor]:
@@ -78,28 +78,23 @@ class Sharded(Shared):
 
         Returns a function that waits for the updates that this rank receives.
         """
-        sent = one.to_owners
-        outgoing = torch.empty(sum(sent.sizes), dtype=self.dtype, device=self.device)
+        outgoing = torch.empty(sum(one.to_owners.sizes), dtype=self.dtype, device=self.device)
+        views = one.to_owners.views(outgoing)
         for bucket in one.pieces:
             U, _ = self.take_in(bucket, _rows(bucket))
             pieces = zip(bucket.matrices, U.unbind(0), strict=True)
-            _copy(
-                [
-                    (own, piece.view(own.shape))
-                    for x, piece in pieces
-                    for _, own in sent.slices(x.number, outgoing)
-                ]
-            )
+            _copy([(own, piece.view(own.shape)) for x, piece in pieces for _, own in views.get(x.number, ())])
         if one.copies:
             return lambda: outgoing
-        return self.rank_group.all_to_all("updates", outgoing, sent.sizes, one.from_ranks.sizes)
+        return self.rank_group.all_to_all("updates", outgoing, one.to_owners.sizes, one.from_ranks.sizes)
 
-    def _received(self, bucket: Bucket, received: Message, message: Tensor, outcomes: list[int]) -> Update:
+    def _received(self, bucket: Bucket, updates: Views, outcomes: list[int]) -> Update:
         """The updates of whole matrices, put together from what their ranks have sent."""
-        U = message.new_empty(len(bucket.matrices), bucket.rows, bucket.cols)
+        U = torch.empty(len(bucket.matrices), bucket.rows, bucket.cols, dtype=self.dtype, device=self.device)
         pairs = []
         for x, whole in zip(bucket.matrices, U.unbind(0), strict=True):
-            pairs += received.views(x.number, whole.view(x.layout.views[x.index].shape), message)
+            for part, own in updates[x.number]:
+                pairs += part.views(whole.view(x.layout.views[x.index].shape), own)
         _copy(pairs)
         U = U.to(bucket.precision)
         return self.update(bucket, _rows(bucket), outcomes, U, peak_of(U))
@@ -108,13 +103,12 @@ class Sharded(Shared):
         """Send directions to all ranks that store a part. Returns a function that waits for those that this
         rank receives, and applies them.
         """
-        coming = one.from_owners
-        wait = self.rank_group.all_to_all("directions", outgoing, one.to_ranks.sizes, coming.sizes)
+        wait = self.rank_group.all_to_all("directions", outgoing, one.to_ranks.sizes, one.from_owners.sizes)
 
         def apply() -> None:
-            message = wait()
+            views = one.from_owners.views(wait())
             for bucket in one.pieces:
-                steps = [step for x in bucket.matrices for _, step in coming.slices(x.number, message)]
+                steps = [own for x in bucket.matrices for _, own in views[x.number]]
                 step_down(bucket, _rows(bucket), steps, self.good[bucket])
 
         return apply

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, StateDict
 
 from ..engine.bucket import is_dtensor, local
-from .placement import ShardSlice, ranks_of, stored_indices
+from .placement import ranks_of
 
 EVERYWHERE = ("momentum_buffer", "counters", "residuals")
 """The state entries of matrices that every rank has: all of them, or its shard."""
@@ -30,15 +30,9 @@ def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
     """A whole tensor as the shard that this rank stores, if its parameter is sharded."""
     if not is_dtensor(param) or is_dtensor(tensor) or tensor.shape != param.shape:
         return tensor
-    mesh = param.device_mesh
-    where = mesh.get_coordinate()
-    if where is None:
-        return tensor
-    own = tensor.new_empty(local(param).shape)
-    for of_whole, of_part in ShardSlice(tuple(stored_indices(param, where))).views(tensor, own):
-        of_part.copy_(of_whole)
-    placed = mesh, param.placements
-    return type(param).from_local(own, *placed, run_check=False, shape=param.shape, stride=param.stride())
+    from torch.distributed.tensor import distribute_tensor  # loaded already, as the parameter is one
+
+    return distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
