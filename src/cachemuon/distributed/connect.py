@@ -16,9 +16,8 @@ from ..report.counters import MADE, NEVER
 from .placement import process_group_of
 from .rank_group import RankGroup
 from .replicated import Replicated
-from .rounds import Member, chunks_of
 from .sharded import Sharded
-from .shared import Placements
+from .shared import Member, Placements, chunks_of
 from .state import orthogonalizer_entries
 
 Ranks = tuple[int, ...]
@@ -43,8 +42,7 @@ class Connections:
         for kind in plan.kinds:
             by_ranks.setdefault(kind.ranks, []).extend((kind, x) for x in kind.matrices)
         found: list[Exchange] = []
-        for ranks in sorted(by_ranks, key=bool):  # stable: first the matrices of this rank alone
-            members = by_ranks[ranks]
+        for ranks, members in by_ranks.items():
             if ranks:
                 found += _shared(plan, self._rank_group(ranks, members[0][1]), members, places)
             else:

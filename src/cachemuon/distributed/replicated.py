@@ -12,8 +12,7 @@ from ..engine.orthogonalize import Cached, Direction, Update
 from ..engine.plan import Plan, kept_dtype
 from ..report.counters import HIT
 from .rank_group import RankGroup
-from .rounds import Member, chunks_of, in_rounds
-from .shared import Placements, Shared
+from .shared import Member, Placements, Shared, chunks_of, in_rounds
 
 
 class Replicated(Shared):

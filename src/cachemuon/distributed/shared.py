@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..engine.bucket import Bucket, Matrix, is_dtensor, local
+from ..engine.kinds import Kind
 from ..engine.local import gradient, normalized, step_down, take_in
 from ..engine.orthogonalize import Direction, Update, rows_of
-from ..engine.plan import Plan
+from ..engine.plan import Chunk, Plan
 from ..engine.readings import PEAK, Readings
 from ..engine.schedule import MISSING
 from ..newton_schulz.normalize import computed_in
@@ -21,6 +24,8 @@ from .rank_group import RankGroup
 NON_FINITE, GOOD = 0.0, 1.0
 """Flags of a gradient, beside `MISSING`. The flag of a matrix is the least of all ranks' flags."""
 
+T = TypeVar("T")
+Member = tuple[Kind, Matrix]
 Placements = dict[int, Placement]
 
 
@@ -63,23 +68,22 @@ class Shared:
     def begin(self) -> None:
         """Take the gradients of this step. Afterwards `good` is the same on all ranks."""
         self.readings.clear()
-        nothing = torch.zeros((), dtype=self.precision, device=self.device)
-        extremes: list[Tensor] = []
-        missing = []
-        for row, x in enumerate(self.matrices):
+        zero = torch.zeros((), dtype=self.precision, device=self.device)
+        one, extremes = torch.ones_like(zero), list[Tensor]()
+        for x in self.matrices:
             if x.param not in self._grads:
                 self._grads[x.param] = _gradient(x)
                 self.plan.momentum(x)  # a rank that stores no part of a matrix counts its steps too
             grad, part = self._grads[x.param], self.placements[x.number].here
-            if part is not None and grad is not None:
+            if part is None:
+                extremes += (zero, zero)
+            elif grad is None:
+                extremes += (one, zero)  # a minimum above the maximum: there is no gradient
+            else:
                 extremes += torch.aminmax(local(grad)[part.place])
-                continue
-            extremes += (nothing, nothing)
-            if part is not None:
-                missing.append(row)
-        self._flags = torch.stack(extremes).isfinite().view(-1, 2).all(1).to(self.precision)
-        for row in missing:
-            self._flags[row].fill_(MISSING)
+        low, high = torch.stack(extremes).view(-1, 2).unbind(1)
+        finite = (low.isfinite() & high.isfinite()).to(self.precision)
+        self._flags = torch.where(low > high, MISSING, finite)
         self.rank_group.all_reduce("flags", self._flags, ReduceOp.MIN)
         good = self._flags.index_select(0, self._rows) == GOOD
         parts = good.split([len(bucket.matrices) for bucket in self._parts])
@@ -132,3 +136,39 @@ def _gradient(x: Matrix) -> Tensor | None:
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
     return grad
+
+
+def chunks_of(
+    plan: Plan, members: list[Member], share: int = 1, pieces: Placements | None = None
+) -> list[Chunk]:
+    """Matrices in chunks of one kind (`Plan.chunks`); with `pieces` of one shape of what this rank stores."""
+    alike: dict[tuple[Kind, tuple[int, int] | None], list[Matrix]] = {}
+    for kind, x in members:
+        part = None if pieces is None else pieces[x.number].here
+        sides = None if part is None else (part.shape[0], prod(part.shape[1:]))
+        alike.setdefault((kind, sides), []).append(x)
+    return [
+        chunk
+        for (kind, sides), matrices in alike.items()
+        for chunk in plan.chunks(kind, matrices, share, piece=sides)
+    ]
+
+
+def in_rounds(members: Sequence[T], owners: Sequence[int], shares: Sequence[float]) -> list[list[T]]:
+    """As many members at a time as their owners have room for, with work for every owner in each round.
+
+    `shares` are the parts of its owner's room that each takes; one that takes more is a round by itself.
+
+    >>> in_rounds("abcde", [0, 0, 0, 1, 1], [0.5] * 5)
+    [['a', 'b', 'd', 'e'], ['c']]
+    """
+    rounds: list[list[T]] = []
+    last: dict[int, tuple[int, float]] = {}  # of each owner: its last round, and what is taken of its room
+    for member, owner, share in zip(members, owners, shares, strict=True):
+        number, taken = last.get(owner, (0, 0.0))
+        if taken and taken + share > 1:
+            number, taken = number + 1, 0.0
+        last[owner] = number, taken + share
+        rounds += [[] for _ in range(number + 1 - len(rounds))]
+        rounds[number].append(member)
+    return rounds
