@@ -20,7 +20,7 @@ from ..engine.orthogonalize import Direction, Update
 from ..engine.plan import Plan
 from ..newton_schulz.normalize import computed_in, peak_of
 from ..newton_schulz.workspace import memory_limit
-from .placement import ShardSlice
+from .placement import Placement, ShardSlice
 from .rank_group import RankGroup
 from .shared import Member, Placements, Shared, chunks_of, in_rounds
 
@@ -96,20 +96,19 @@ def plan_rounds(
 
 
 def _round(members: list[Member], owned: list[Bucket], pieces: list[Bucket], placements: Placements) -> Round:
-    to_owners, from_ranks, to_ranks, from_owners = [], [], [], []
-    copies = True
-    for _, x in members:
-        place = placements[x.number]
-        copies = copies and place.senders == {place.owner}
-        if place.here is not None:
-            from_owners.append((x.number, place.owner, place.here))
-            if place.rank in place.senders:
-                to_owners.append((x.number, place.owner, place.here))
-        if place.owned:
-            to_ranks += [(x.number, rank, part) for rank, part in place.slices.items()]
-            from_ranks += [(x.number, rank, place.slices[rank]) for rank in sorted(place.senders)]
-    messages = [Message(len(place.ranks), some) for some in (to_owners, from_ranks, to_ranks, from_owners)]
+    places = [(x.number, placements[x.number]) for _, x in members]
+    updates = [(k, rank, place.owner, place.slices[rank]) for k, place in places for rank in place.senders]
+    directions = [(k, place.owner, rank, part) for k, place in places for rank, part in place.slices.items()]
+    copies = all(sender == owner for _, sender, owner, _ in updates)
+    messages = *_messages(places[0][1], updates), *_messages(places[0][1], directions)
     return Round(pieces, grouped(owned), copies, *messages)
+
+
+def _messages(place: Placement, transfers: list[tuple[int, int, int, ShardSlice]]) -> tuple[Message, Message]:
+    """What a rank sends, and what it receives, of slices with their matrix, sender and receiver."""
+    sent = [(k, receiver, part) for k, sender, receiver, part in transfers if sender == place.rank]
+    received = [(k, sender, part) for k, sender, receiver, part in transfers if receiver == place.rank]
+    return Message(len(place.ranks), sent), Message(len(place.ranks), received)
 
 
 def _here(members: list[Member], placements: Placements) -> list[Member]:
