@@ -131,6 +131,25 @@ def from_one_device(rank, world, file):
     return whole(model), outcomes_of(optimizer), sum(transforms(optimizer).values())
 
 
+def shards(rank, world, strategy):
+    """Parameters whose shards differ from what `sharded_as` makes of the whole ones."""
+    values = {name: param.detach().clone() for name, param in net().named_parameters()}
+    model, *_ = wrap(net(), strategy, rank, world)
+    own = {name: (param, sharded_as(param, values[name])) for name, param in model.named_parameters()}
+    strided = [name for name, (param, _) in own.items() if "Strided" in str(param.placements)]
+    return strided, [
+        name
+        for name, (param, made) in own.items()
+        if made.placements != param.placements or not torch.equal(made.to_local(), param.to_local())
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "strided"), [("fsdp", 0), ("hsdp", 0), ("fsdp+tp", 6)])
+def test_a_whole_tensor_is_sharded_as_its_parameter(ranks, strategy, strided):
+    for found, wrong in ranks(shards, 4, strategy):
+        assert len(found) == strided and wrong == []
+
+
 def transforms(optimizer):
     return {
         (index, key): value.numel()

@@ -62,25 +62,27 @@ class Connections:
 
     def _agree(self, plan: Plan, ranks: Ranks, matrices: list[Matrix], places: Placements) -> None:
         """A matrix begins without a transform if any rank that should keep an entry for it lacks that."""
-        caching = [x for x in matrices if _entries(plan, x)]
-        own = [x for x in caching if x.number not in places or places[x.number].makes_directions]
+        keeping = [x for x in matrices if _entries(plan, x)]
+        own = [x for x in keeping if x.number not in places or places[x.number].makes_directions]
         _drop_unused(plan, matrices, own)
-        lacking = [x for x in own if not _entries(plan, x) <= plan.state.get(x.param, {}).keys()]
+        lacking = {x for x in own if not _entries(plan, x) <= plan.state.get(x.param, {}).keys()}
         if ranks:
             agreed: list[Agreed] = [
                 (x.layout.views[x.index].sides, places[x.number].owner, places[x.number].replicated)
-                for x in caching
+                for x in keeping
             ]
-            lacking = [] if self.agreed.get(ranks, []) == agreed else self._on_any(ranks, caching, lacking)
+            lacking = set() if self.agreed.get(ranks, []) == agreed else self._on_any(ranks, keeping, lacking)
             self.agreed[ranks] = agreed
-        for x in (*lacking, *(x for x in matrices if not _entries(plan, x))):
+        for x in lacking | (set(matrices) - set(keeping)):
             plan.schedule.counters[x.number, MADE] = NEVER
 
-    def _on_any(self, ranks: Ranks, matrices: list[Matrix], lacking: list[Matrix]) -> list[Matrix]:
-        """Those of the matrices that any rank lacks something of. Read on the host, but not within a step."""
-        flags = torch.tensor([float(x in lacking) for x in matrices]).to(local(matrices[0].param).device)
+    def _on_any(self, ranks: Ranks, matrices: list[Matrix], lacking: set[Matrix]) -> set[Matrix]:
+        """The matrices that any rank lacks an entry of. The host waits for the answer, outside of a step."""
+        flags = torch.tensor([x in lacking for x in matrices], dtype=torch.float32).to(
+            local(matrices[0].param).device
+        )
         found = self.rank_groups[ranks].all_reduce("setup", flags, dist.ReduceOp.MAX).tolist()
-        return [x for x, flag in zip(matrices, found, strict=True) if flag]
+        return {x for x, flag in zip(matrices, found, strict=True) if flag}
 
 
 def _shared(plan: Plan, rank_group: RankGroup, members: list[Member], places: Placements) -> list[Exchange]:

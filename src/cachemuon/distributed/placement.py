@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch import distributed as dist
 
+from ..cache.gns import CacheGNS
 from ..engine.bucket import is_dtensor
 from ..engine.kinds import Kind
-from ..engine.orthogonalize import Cached
+from ..engine.orthogonalize import Cached, Orthogonalizer
 from ..routing.layout import MatrixView
 
 EXCHANGES = ("transforms", "directions")
@@ -169,9 +170,7 @@ def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Plac
     found: dict[int, Placement] = {}
     for ranks, members in by_ranks.items():
         here = ranks.index(dist.get_rank() if rank is None else rank)
-        matrices = [
-            (x, isinstance(kind.choice.orthogonalizer, Cached)) for kind in members for x in kind.matrices
-        ]
+        matrices = [(x, cache_of(kind.choice.orthogonalizer)) for kind in members for x in kind.matrices]
         slices = [_slices(x.param, x.layout.views[x.index], ranks) for x, _ in matrices]
         whole = [
             [rank for rank, part in own.items() if part.size == prod(x.layout.views[x.index].shape)]
@@ -180,11 +179,16 @@ def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Plac
         # A rank that stores a whole matrix owns it, as of an expert.
         owners = assign_owners([cost for kind in members for cost in _costs(kind)], whole, len(ranks))
         default = "directions" if len(ranks) >= FROM_RANKS else "transforms"
-        for (x, reuses), own, copies, owner in zip(matrices, slices, whole, owners, strict=True):
+        for (x, cache), own, copies, owner in zip(matrices, slices, whole, owners, strict=True):
             exchange = x.group.get("exchange") or default
-            replicated = reuses and exchange == "transforms" and len(copies) == len(ranks)
+            replicated = cache is not None and exchange == "transforms" and len(copies) == len(ranks)
             found[x.number] = Placement(ranks, here, own, owner, replicated)
     return found
+
+
+def cache_of(orthogonalizer: Orthogonalizer) -> CacheGNS | None:
+    """The cache of an orthogonalizer whose transforms every rank can apply; None if it has none."""
+    return orthogonalizer.cache if isinstance(orthogonalizer, Cached) else None
 
 
 def _slices(param: Tensor, view: MatrixView, ranks: tuple[int, ...]) -> dict[int, ShardSlice]:

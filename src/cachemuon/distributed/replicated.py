@@ -8,9 +8,10 @@ import torch
 
 from ..engine.bucket import Bucket
 from ..engine.local import grouped
-from ..engine.orthogonalize import Cached, Direction, Update
+from ..engine.orthogonalize import Direction, Update
 from ..engine.plan import Plan, kept_dtype
 from ..report.counters import HIT
+from .placement import cache_of
 from .rank_group import RankGroup
 from .shared import Member, Placements, Shared, chunks_of, in_rounds
 
@@ -78,8 +79,9 @@ class Replicated(Shared):
         for (bucket, rows), transforms in zip(batches[me].items(), made.split(sizes[me]), strict=True):
             update = self._update(bucket, rows, outcomes)
             update.U = update.U.clone()  # the workspace is used again
-            assert isinstance(bucket.orthogonalize, Cached)
-            Q = bucket.orthogonalize.cache.fresh.transform(update.U * update.scale, self.plan.workspace)
+            cache = cache_of(bucket.orthogonalize)
+            assert cache is not None  # or the matrices would not be replicated
+            Q = cache.fresh.transform(update.U * update.scale, self.plan.workspace)
             transforms.view(Q.shape).copy_(Q)
             own.append(update)
         gathered = group.all_gather("transforms", made, list(map(sum, sizes)))

@@ -27,7 +27,7 @@ def orthogonalizer_entries(names: Iterable[str]) -> list[str]:
 
 
 def sharded_as(param: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor as the shard that this rank stores, if its parameter is sharded."""
+    """A whole tensor as the shard that this rank stores, if its parameter is sharded. It may share memory."""
     if not is_dtensor(param) or is_dtensor(tensor) or tensor.shape != param.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor  # loaded already, as the parameter is one
