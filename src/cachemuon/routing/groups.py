@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .layout import Split
-from .rules import Choice, Overrides, Route, routed
+from .rules import Choice, Overrides, Route, routes
 
 Settings = Mapping[str, Any]
 
@@ -106,8 +106,9 @@ def param_groups(
     groups = ParamGroups()
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     key: tuple[Any, ...]
-    for param, route in routed(model, head, overrides, split, transposed):
-        groups.routes += (route,)
+    groups.routes = routes(model, head=head, overrides=overrides, split=split, transposed=transposed)
+    params = dict(model.named_parameters())
+    for route in groups.routes:
         if route.use_muon is None:
             continue
         group: dict[str, Any] = {"params": [], "use_muon": route.use_muon, "reasons": []}
@@ -122,7 +123,7 @@ def param_groups(
             group |= {**(adam or {}), **(own or {})}
             key = (1, route.kind if own else "")
         group = found.setdefault(key, group)
-        group["params"].append((route.name, param))
+        group["params"].append((route.name, params[route.name]))
         group["reasons"].append(route.reason)
     groups += [found[key] for key in sorted(found, key=lambda key: key[:5])]  # an id differs between ranks
     if groups and not any(group["use_muon"] for group in groups):

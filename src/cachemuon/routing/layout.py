@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 VIEWS = ("auto", "flatten", "batch")
 
 Split = int | tuple[int, ...]
-"""Into how many equal parts the outputs of a matrix are divided; or the size of each part."""
+"""The number of equal parts that a matrix's outputs are cut into; or the size of each part."""
 
 
 def matrix_shape(shape: Sequence[int], view: str = "auto") -> tuple[int, int, int]:
-    """How Muon reads a tensor: `(count, rows, cols)`, a number of matrices and their shape.
+    """How Muon reads a tensor: `(count, rows, cols)`, the number of matrices and their shape.
 
     "flatten" keeps the first dimension as rows; "batch" takes the last two as the matrix; "auto" reads
     3-D as a batch (expert weights), 4-D and up flattened (convolutions).
@@ -25,22 +25,23 @@ def matrix_shape(shape: Sequence[int], view: str = "auto") -> tuple[int, int, in
     >>> matrix_shape((64, 3, 7, 7)), matrix_shape((8, 16, 32)), matrix_shape((8, 16, 32), "flatten")
     ((1, 64, 147), (8, 16, 32), (1, 8, 512))
     """
+    lead = _lead(shape, view)
+    return math.prod(shape[:lead]), shape[lead], math.prod(shape[lead + 1 :])
+
+
+def _lead(shape: Sequence[int], view: str) -> int:
+    """The number of leading dimensions that count matrices."""
     if view not in VIEWS:
         raise ValueError(f"view must be one of {VIEWS}, got {view!r}")
     if len(shape) < 2:
         raise ValueError(f"shape must have at least 2 dimensions, got {tuple(shape)!r}")
-    if _stacked(shape, view):
-        return math.prod(shape[:-2]), shape[-2], shape[-1]
-    return 1, shape[0], math.prod(shape[1:])
-
-
-def _stacked(shape: Sequence[int], view: str) -> bool:
-    return view == "batch" or (view == "auto" and len(shape) == 3)
+    return len(shape) - 2 if view == "batch" or (view == "auto" and len(shape) == 3) else 0
 
 
 class MatrixView(NamedTuple):
-    """One matrix of a tensor: at `stack_index` in its stack, if that is one, and there from `begin` to `end`
-    along `dim`, if that is split. `shape` is its own, a convolution's with all dimensions.
+    """One matrix of a tensor: at `stack_index` of a stack, and from `begin` to `end` along `dim`.
+
+    `shape` is the matrix's own, with all dimensions of a convolution.
     """
 
     stack_index: tuple[int, ...]
@@ -57,8 +58,7 @@ class MatrixView(NamedTuple):
     @property
     def wide(self) -> tuple[int, int]:
         """`(n, m)`: the smaller side, and the larger one."""
-        rows, cols = self.sides
-        return (rows, cols) if rows <= cols else (cols, rows)
+        return min(self.sides), max(self.sides)
 
 
 class MatrixLayout(NamedTuple):
@@ -85,29 +85,26 @@ def matrix_layout(
 ) -> MatrixLayout:
     """How a tensor of that shape is read with these settings of its group.
 
-    `split` divides the outputs: the rows, or, where a matrix lies `transposed` as (in, out), the columns.
+    `split` cuts the outputs: the rows, or the columns of a matrix that is stored `transposed`, as (in, out).
 
-    >>> [piece.sides for piece in matrix_layout((96, 32), split=3).views]
+    >>> [one.sides for one in matrix_layout((96, 32), split=3).views]
     [(32, 32), (32, 32), (32, 32)]
-    >>> [piece.sides for piece in matrix_layout((2, 32, 96), split=(64, 32), transposed=True).views]
+    >>> [one.sides for one in matrix_layout((2, 32, 96), split=(64, 32), transposed=True).views]
     [(32, 64), (32, 32), (32, 64), (32, 32)]
     """
-    matrix_shape(shape, view)  # refuses what cannot be read
-    lead = len(shape) - 2 if _stacked(shape, view) else 0
-    rest, dim = shape[lead:], int(transposed)
+    lead, dim = _lead(shape, view), int(transposed)
+    rest = shape[lead:]
     sizes = parts(rest[dim], split)
-    found = []
-    for stack_index in product(*map(range, shape[:lead])):
-        begin = 0
-        for size in sizes:
-            own = (*rest[:dim], size, *rest[dim + 1 :])
-            found.append(MatrixView(stack_index, dim, begin, begin + size, own))
-            begin += size
-    return MatrixLayout(tuple(found), lead, dim, sizes)
+    views = [
+        MatrixView(stack_index, dim, end - size, end, (*rest[:dim], size, *rest[dim + 1 :]))
+        for stack_index in product(*map(range, shape[:lead]))
+        for size, end in zip(sizes, accumulate(sizes), strict=True)
+    ]
+    return MatrixLayout(tuple(views), lead, dim, sizes)
 
 
 def parts(length: int, split: Split) -> tuple[int, ...]:
-    """The sizes of the parts that so many outputs are divided into.
+    """The sizes of the parts that `length` outputs are cut into.
 
     >>> parts(96, 3), parts(96, (64, 16, 16))
     ((32, 32, 32), (64, 16, 16))
@@ -127,7 +124,7 @@ def layout_of(group: dict[str, Any], param: Tensor) -> MatrixLayout:
 
 
 def number_name(group: int, place: int) -> str:
-    """The name of a parameter that was given none.
+    """The name of a parameter without one.
 
     >>> number_name(0, 3)
     'group0.param3'
