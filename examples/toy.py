@@ -1,6 +1,6 @@
-"""What the examples train on: a language in which a token says which one follows, and a small GPT.
+"""A language in which each token decides the next one, and a small GPT that learns it in twenty steps.
 
-A batch is a function of its number alone, so that a resumed run sees what it would have seen.
+A batch is a function of its number alone, so a resumed run sees the same batches.
 """
 
 import torch

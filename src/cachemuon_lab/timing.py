@@ -49,7 +49,7 @@ def keep_memory() -> bool:
 
     As torch's own allocator does on a GPU. By default glibc gives large blocks back at once, and the system
     clears each page of the next one anew: a sixth of a forward and backward pass of GPT-2 Small
-    (docs/gpt2-small.md). Says whether the C library took it.
+    (docs/notebook/gpt2-small.md). Says whether the C library took it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     no_own_mappings, never_trimmed = (-4, 0), (-1, 2**31 - 1)  # M_MMAP_MAX, M_TRIM_THRESHOLD

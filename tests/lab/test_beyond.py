@@ -1,4 +1,4 @@
-"""The study of docs/beyond-the-paper.md: its runs are told apart, and the page has what was measured."""
+"""The study of docs/results.md: its runs are told apart, and the page has what was measured."""
 
 import math
 from dataclasses import replace

@@ -101,6 +101,16 @@ def test_links_between_pages_exist():
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
 
 
+def test_the_numbers_of_the_readme_are_those_of_the_results():
+    table = PAGES["README.md"].split("## Results")[1].split("\n\n")[1]
+    told = re.findall(r"\d+\.\d{2,}|\d+%", table)
+    assert len(told) > 10 and not [number for number in told if number not in PAGES["docs/results.md"]]
+    ranks = re.findall(
+        r"\d\.\d\d(?=[ .]|$)", PAGES["README.md"].split("**Several GPUs.**")[1].split("\n\n")[0]
+    )
+    assert len(ranks) == 2 and not [number for number in ranks if number not in PAGES["docs/multi-gpu.md"]]
+
+
 def test_the_tables_of_settings():
     """Every setting of the constructors is there, with its default."""
     page = PAGES["docs/settings.md"].split("## Which to change")[0]
