@@ -22,20 +22,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
-import numpy as np
 from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from study import as_bytes, best_fresh, hits, standard_error, summary
 from trainings import Stopped, Trainings, add_arguments, tell, trainings_of
 
 from cachemuon import CacheGNS, GramNS
@@ -43,8 +41,6 @@ from cachemuon.flops import GPT2_SMALL, executed_by
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig, RunConfig
-from cachemuon_lab.data.prepare import SPLITS
-from cachemuon_lab.data.tokens import FILE_DTYPE, TOKENIZERS, gpt2_encoding
 from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
 
@@ -198,7 +194,7 @@ class Study:
 
     def summary(self, task: str, one: OptimizerConfig, seeds: Iterable[int]) -> dict[str, Any]:
         """The row of a method, from its runs with these seeds."""
-        return summary(one, [self.runs[Job(task, one, seed)] for seed in seeds])
+        return settings_of(one) | summary([self.runs[Job(task, one, seed)] for seed in seeds])
 
 
 def settings_of(optimizer: OptimizerConfig) -> dict[str, Any]:
@@ -207,17 +203,6 @@ def settings_of(optimizer: OptimizerConfig) -> dict[str, Any]:
     if optimizer.kind != "adamw":
         found |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
     return found | ({name: getattr(optimizer, name) for name in CHANGED} if optimizer.kind == "cache" else {})
-
-
-def summary(optimizer: OptimizerConfig, runs: Sequence[Finished]) -> dict[str, Any]:
-    """What a row of a table needs, from the runs of its seeds."""
-    outcomes: Counter[str] = sum((Counter(run.outcomes) for run in runs), Counter())
-    return settings_of(optimizer) | {
-        "losses": [round(run.loss, 4) for run in runs],
-        "accuracies": [run.validations[-1]["accuracy"] for run in runs],
-        "outcomes": dict(outcomes),
-        "flops": round(mean(run.flops for run in runs)),
-    }
 
 
 def share_at_gpt2_small(row: dict[str, Any]) -> float:
@@ -233,11 +218,6 @@ def share_at_gpt2_small(row: dict[str, Any]) -> float:
     return spent / fresh
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of their mean."""
-    return stdev(values) / sqrt(len(values))
-
-
 def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
     """A title and the cells of each table, for the page."""
     made: dict[str, tuple[str, Cells]] = {}
@@ -246,11 +226,6 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
         made[f"{task}_methods"] = f"{task}: methods", _methods(found["methods"])
         made[f"{task}_search"] = f"{task}: search", _search(found["search"])
     return made
-
-
-def best_fresh(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The fresh rival with the lowest mean loss: what CacheMuon must be as good as."""
-    return min((row for row in rows if row["kind"] in FRESH), key=lambda row: mean(row["losses"]))
 
 
 def _losses(rows: list[dict[str, Any]]) -> Cells:
@@ -325,13 +300,6 @@ def _settings(row: dict[str, Any]) -> str:
     return ", ".join([f"{row['momentum']:g}", *["Nesterov"] * row["nesterov"], *clip, *cached])
 
 
-def hits(row: dict[str, Any]) -> str:
-    """The share of hits, where there can be any."""
-    if row["kind"] not in (*CACHING, "stale"):
-        return ""
-    return f"{row['outcomes'].get('hit', 0) / sum(row['outcomes'].values()):.0%}"
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """Loss against FLOPs relative to GramMuon's, beside each other for the tasks."""
     with rc_context(drawing.STYLE):
@@ -358,18 +326,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
         handles, columns = axes[-1].get_legend_handles_labels(), 2 * len(results)
         figure.legend(*handles, loc="outside lower center", ncols=columns)
         drawing.save(figure, path)
-
-
-def as_bytes(tokens: Path, vocabulary: Path, out: Path) -> Path:
-    """The text of GPT-2's tokens as a folder of bytes, with a zero after each document."""
-    encoding, (size, end) = gpt2_encoding(vocabulary), TOKENIZERS["gpt2"]
-    words = [b"\0" if number == end else encoding.decode_single_token_bytes(number) for number in range(size)]
-    out.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
-        ids = np.fromfile(tokens / f"{split}.bin", dtype=FILE_DTYPE)
-        text = b"".join(words[number] for number in ids.tolist())
-        np.frombuffer(text, np.uint8).astype(FILE_DTYPE).tofile(out / f"{split}.bin")
-    return out
 
 
 def main() -> None:

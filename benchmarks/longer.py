@@ -22,10 +22,10 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from beyond import best_fresh, hits, summary
 from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from study import best_fresh, hits, summary
 from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell, trainings_of
 
 from cachemuon_lab import drawing
@@ -83,7 +83,7 @@ class Longer:
             lines = [[line["loss"] for line in run.validations] for run in own]
             curve = [round(mean(at), 4) for at in zip(*lines, strict=True)]
             steps = [line["step"] for line in own[0].validations]
-            row = summary(replace(SHARED, kind=kind, lr=rate), own)
+            row = {"kind": kind, "lr": rate, **summary(own)}
             methods.append(row | {"steps": steps, "curve": curve})
         gram = spent["gram"] / self.search * self.steps  # the same at every step
         return {"searched": searched, "methods": methods, "gram_flops": gram}

@@ -27,10 +27,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from beyond import hits
 from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from study import hits
 from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell, trainings_of
 
 from cachemuon_lab import drawing

@@ -72,7 +72,7 @@ def test_a_study_trains_resumes_and_sums_up(tmp_path, monkeypatch):
     study.run(jobs)
     assert study.runs == runs
     assert (tmp_path / "out" / jobs[0].slug / "record.jsonl").stat().st_mtime_ns == before
-    row = beyond.summary(jobs[1].optimizer, [runs[jobs[1]]])
+    row = study.summary("text", jobs[1].optimizer, [0])
     assert row["outcomes"] == {"first": 4, "hit": 4, "expired": 4} and row["kind"] == "stale"
     assert row["losses"] == [round(runs[jobs[1]].loss, 4)]
 
