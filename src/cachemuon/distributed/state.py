@@ -75,7 +75,7 @@ def _process_groups(group: dict[str, Any], param: Tensor) -> list[Any]:
     """The process groups whose ranks each have only some of a parameter's state."""
     if is_dtensor(param):
         return [param.device_mesh.get_group(dim) for dim in range(param.device_mesh.ndim)]
-    return [group["process_group"].group] if group.get("use_muon") and ranks_of(group, param) else []
+    return [group["process_group"].group] if "process_group" in group and ranks_of(group, param) else []
 
 
 def group_by_mesh(params: list[Tensor]) -> list[list[Tensor]]:
