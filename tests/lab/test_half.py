@@ -1,5 +1,7 @@
 """Emulated half precision beside real half products, and in a training."""
 
+import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -122,3 +124,27 @@ def test_a_training_in_half_precision(tmp_path):
     assert 0 < abs(losses[0] - losses[1]) < 0.05
     with pytest.raises(ValueError, match=r"optimizer.precision must be none for kind 'dion2', got 'float16'"):
         OptimizerConfig("dion2", precision="float16")
+
+
+def test_the_benchmark_trains_both_in_every_precision(tmp_path, monkeypatch, capfd):
+    import half
+
+    tiny = ("model.width=32", "model.layers=1", "model.context=16", "steps=3", "validate_every=3")
+    monkeypatch.setattr(half, "SETTINGS", (*half.SETTINGS, *tiny, "batch_size=2", "validation_batches=2"))
+    monkeypatch.setattr(half, "SEEDS", (0, 1))
+    data, ledger = write_tokens(tmp_path / "text", train=4000, val=2000), tmp_path / "ledger.jsonl"
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table half -->\n<!-- end -->\n")
+    told = ["--text", data, "--out", tmp_path / "out", "--workers", 1, "--ledger", ledger, "--page", page]
+    monkeypatch.setattr(sys, "argv", ["half.py", *map(str, told)])
+    half.main()
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows[2:4]] == [["GramMuon", "float16"], ["GramMuon", "bfloat16"]]
+    assert len(rows) == 1 + 6 and len(ledger.read_text().splitlines()) == 12
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    losses = {
+        (line["config"]["optimizer"]["kind"], line["config"]["optimizer"]["precision"]): line["validations"]
+        for line in lines
+        if line["config"]["seed"] == 0
+    }
+    assert losses["gram", "float16"] != losses["gram", None] != losses["gram", "bfloat16"]
