@@ -1,8 +1,8 @@
 """The paper's convergence theory as numbers: the map psi, its Lipschitz constants, staleness, the bound.
 
-A fresh solve multiplies the normalized X by a polynomial of its Gram matrix: `polar(X) ~ psi(X X^T) X`.
-A cached transform is psi of an older Gram matrix, so what a hit does wrong is at most a Lipschitz constant
-of psi times the distance of the two, tau. Three constants, over symmetric matrices of spectrum in [0, 1]:
+A fresh solve multiplies the normalized X by a polynomial of its Gram matrix: `polar(X) ~ psi(X X^T) X`. A
+cached transform is psi of an older Gram matrix: a hit errs by at most a Lipschitz constant of psi times their
+distance tau. Three constants, over symmetric matrices of spectrum in [0, 1]:
 
     lipschitz_sum    the paper's, admissible in the spectral norm: 7e958 for GRAM
     chebyshev_sum    the same argument in the Chebyshev basis, admissible in both norms: 7.9e7 for GRAM
@@ -21,6 +21,7 @@ from torch import Tensor
 from .newton_schulz.schedules import Schedule
 
 Number = TypeVar("Number", float, Decimal, Tensor)
+_HUGE = Context(prec=100, Emax=MAX_EMAX, Emin=MIN_EMIN)  # coefficients pass 10^300
 
 
 def psi(schedule: Schedule, x: Number) -> Number:
@@ -42,16 +43,16 @@ def psi(schedule: Schedule, x: Number) -> Number:
     return q
 
 
-def coefficients(schedule: Schedule, digits: int = 100) -> list[Decimal]:
-    """The coefficients alpha_j of psi, constant first, to `digits` digits; (5^K - 1)/2 is the degree.
+def coefficients(schedule: Schedule) -> list[Decimal]:
+    """The coefficients alpha_j of psi, constant first, to 100 digits; its degree is (5^K - 1)/2.
 
-    Decimal, because they pass 10^300. No digit cancels for a > 0, b < 0, c > 0, where the signs alternate.
+    No digit cancels for a > 0, b < 0, c > 0, where the signs alternate.
 
     >>> from cachemuon import Schedule
     >>> [float(c) for c in coefficients(Schedule([(2.0, -1.5, 0.5)]))]
     [2.0, -1.5, 0.5]
     """
-    with localcontext(Context(prec=digits, Emax=MAX_EMAX, Emin=MIN_EMIN)):
+    with localcontext(_HUGE):
         q, r = [Decimal(1)], [Decimal(0), Decimal(1)]
         for k, triple in enumerate(schedule.triples, start=1):
             a, b, c = map(Decimal, triple)
@@ -74,17 +75,17 @@ def _product(x: list[Decimal], y: list[Decimal]) -> list[Decimal]:
     return out
 
 
-def lipschitz_sum(schedule: Schedule, digits: int = 100) -> Decimal:
-    """The paper's admissible L_Q: the sum of j |alpha_j|, in the spectral norm.
+def lipschitz_sum(schedule: Schedule) -> Decimal:
+    """The paper's admissible L_Q in the spectral norm: the sum of j |alpha_j|.
 
-    It bounds psi on the whole unit disc, where psi is huge, to have it on [0, 1], where it is not.
+    It bounds psi on the whole unit disc, where psi is huge, though only [0, 1] matters.
 
     >>> from .newton_schulz.schedules import GRAM
     >>> f"{lipschitz_sum(GRAM):.1e}"
     '6.9e+958'
     """
-    with localcontext(Context(prec=digits, Emax=MAX_EMAX, Emin=MIN_EMIN)):
-        return sum((j * abs(alpha) for j, alpha in enumerate(coefficients(schedule, digits))), Decimal(0))
+    with localcontext(_HUGE):
+        return sum((j * abs(alpha) for j, alpha in enumerate(coefficients(schedule))), Decimal(0))
 
 
 def chebyshev_sum(schedule: Schedule) -> float:
@@ -95,17 +96,14 @@ def chebyshev_sum(schedule: Schedule) -> float:
         T_j(A) - T_j(B) = sum over k < j of w_k T_k(A) (A - B) U_(j-1-k)(B),  w_0 = 1, else w_k = 2,
 
     and there |T_k| <= 1, |U_i| <= i + 1: the norm is at most j^2 |A - B|. The 2 is from x -> 2x - 1. Where
-    the c_j alternate in sign, the sum is |psi'(0)|: the smallest constant there is. So it is, to rounding,
-    for GRAM, POLAR_EXPRESS and QUINTIC.
-
-    In float64, which overstates it by less than 1e-8 of itself up to K = 8. Costs 5^K.
+    the c_j alternate in sign, as for GRAM, POLAR_EXPRESS and QUINTIC to rounding, the sum is |psi'(0)|, the
+    smallest constant there is. Float64 overstates it by less than 1e-8 of itself up to K = 8. Costs 5^K.
     """
     size = 2 ** math.ceil(math.log2(_degree(schedule) + 1))
-    angles = (torch.arange(size, dtype=torch.float64) + 0.5) * (math.pi / size)
-    values = psi(schedule, torch.cos(angles / 2) ** 2)
+    j = torch.arange(size, dtype=torch.float64)
+    values = psi(schedule, torch.cos((j + 0.5) * (math.pi / size) / 2) ** 2)
     # A cosine transform: Fourier of the even extension, turned back by half a step.
     spectrum = torch.fft.fft(torch.cat([values, values.flip(0)]))[:size]
-    j = torch.arange(size, dtype=torch.float64)
     c = (spectrum * torch.exp(-0.5j * math.pi / size * j)).real / size
     return float(2 * (j**2 * c.abs()).sum())
 
@@ -114,10 +112,9 @@ def largest_slope(schedule: Schedule) -> float:
     """The largest |psi'| on [0, 1], in float64: the smallest Lipschitz constant in the Frobenius norm.
 
     In the eigenbases of A and B every entry of psi(A) - psi(B) is that of A - B times a divided difference of
-    psi. The spectral norm does not go by entries, so there this is only a lower bound (take A and B scalar);
-    `chebyshev_sum` is an upper one.
+    psi. In the spectral norm this is only a lower bound: take A and B scalar.
 
-    Found on a grid with both ends and 8 points per degree: short by 2% at worst. Costs 5^K.
+    Found on a grid with both ends and 8 points per degree: at most 2% too small. Costs 5^K.
     """
     size = 8 * (_degree(schedule) + 1)
     angles = torch.arange(size + 1, dtype=torch.float64) * (math.pi / 2 / size)
@@ -129,13 +126,13 @@ def largest_slope(schedule: Schedule) -> float:
 
 
 def _degree(schedule: Schedule) -> int:
-    return sum(2 * 5**k for k in range(schedule.steps))  # 2 in r, and r grows fivefold: (5^K - 1)/2
+    return int(5**schedule.steps) // 2  # each step has degree 2 in r, and r grows fivefold
 
 
 def staleness(X: Tensor, anchor: Tensor) -> Tensor:
     """tau = |X X^T - anchor anchor^T| in the spectral norm, of normalized matrices (..., n, m), in float64.
 
-    Tall matrices are transposed first, as the solvers do. At most 1: both Gram matrices lie in [0, I].
+    Tall matrices are transposed first, as in the solvers. At most 1: both Gram matrices lie in [0, I].
 
     >>> staleness(torch.tensor([[0.5, 0.0]]), torch.tensor([[0.0, 0.75]])).item()  # |0.25 - 0.5625|
     0.3125
@@ -144,17 +141,15 @@ def staleness(X: Tensor, anchor: Tensor) -> Tensor:
         raise ValueError(
             f"anchor must have X's rows and columns, {tuple(X.shape)}, got {tuple(anchor.shape)}"
         )
-    for name, matrix in (("X", X), ("anchor", anchor)):
-        norm = float(matrix.double().norm(dim=(-2, -1)).max())
+    grams = []
+    for name, matrix in (("X", X.double()), ("anchor", anchor.double())):
+        norm = float(matrix.norm(dim=(-2, -1)).max())
         if not norm <= 1 + 1e-2:  # bf16 normalizes to 0.4%
             raise ValueError(f"{name} must be normalized, of Frobenius norm at most 1, got {norm}")
-    tau: Tensor = torch.linalg.eigvalsh(_gram(X) - _gram(anchor)).abs().amax(-1)
+        wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+        grams.append(wide @ wide.mT)
+    tau: Tensor = torch.linalg.eigvalsh(grams[0] - grams[1]).abs().amax(-1)
     return tau
-
-
-def _gram(X: Tensor) -> Tensor:
-    X = X.double()
-    return X.mT @ X if X.shape[-2] > X.shape[-1] else X @ X.mT
 
 
 def reference_error(direction: Tensor, exact: Tensor) -> Tensor:
@@ -170,22 +165,26 @@ def reference_error(direction: Tensor, exact: Tensor) -> Tensor:
 
 
 def least_delta(residual: float) -> float:
-    """The smallest delta that any direction of that residual |D D^T - I|_F / sqrt(n) can have.
+    """The smallest delta of any direction with that residual |D D^T - I|_F / sqrt(n).
 
-    Some squared singular value is that far from 1, and a polar factor's are all 1, so delta is at least
-    `sqrt(1 + residual) - 1`: a residual above 3 is outside the theorem. (A polar factor that lacks rank has
-    zeros as well; then this holds above 1.) It bounds delta from below only.
+    Some squared singular value is that far from 1, where a polar factor has 1 (or 0, if it lacks rank; then
+    this holds above 1): delta is at least `sqrt(1 + residual) - 1`. Above 3 the theorem does not apply.
 
     >>> least_delta(3.0)
     1.0
     """
-    if not residual >= 0:
-        raise ValueError(f"residual must be at least 0, got {residual!r}")
+    _check_nonnegative(residual=residual)
     return math.sqrt(1 + residual) - 1
 
 
+def _check_nonnegative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value!r}")
+
+
 def delta(tau: float, lipschitz: float | Decimal, eps_ref: float) -> float:
-    """delta = L_Q tau + eps_ref, the theorem's inexactness; inf where it passes float's range.
+    """delta = L_Q tau + eps_ref, the theorem's inexactness; inf where it exceeds float's range.
 
     >>> delta(0.0, Decimal("1e959"), 0.2), delta(1e-6, Decimal("1e959"), 0.2)
     (0.2, inf)
@@ -224,12 +223,8 @@ def convergence_bound(
     for name, value in (("momentum", momentum), ("delta", delta)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be at least 0 and less than 1, got {value!r}")
-    nonnegative = dict(
-        smoothness=smoothness, noise=noise, rho=rho, initial_gap=initial_gap, initial_error=initial_error
-    )
-    for name, value in nonnegative.items():
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
+    _check_nonnegative(smoothness=smoothness, noise=noise, rho=rho)
+    _check_nonnegative(initial_gap=initial_gap, initial_error=initial_error)
     start = initial_gap / (steps * lr) + 2 * initial_error / (steps * (1 - momentum))
     drift = 2 * momentum * smoothness * lr * (1 + delta) / (1 - momentum)
     spread = 2 * rho * noise * math.sqrt(1 - momentum)
