@@ -38,16 +38,25 @@ class Connections:
 
     def exchanges(self, plan: Plan, places: Placements) -> list[Exchange]:
         """How the matrices of a plan are stepped. All ranks of a rank group call it together."""
-        by_ranks: dict[Ranks, list[Member]] = {}
+        alike: dict[tuple[Ranks, torch.device, torch.dtype, torch.dtype | None], list[Member]] = {}
+        by_ranks: dict[Ranks, list[Matrix]] = {}
         for kind in plan.kinds:
-            by_ranks.setdefault(kind.ranks, []).extend((kind, x) for x in kind.matrices)
+            by_ranks.setdefault(kind.ranks, []).extend(kind.matrices)
+            for x in kind.matrices:
+                replicated = x.number in places and places[x.number].replicated
+                sent = kept_dtype(x) if replicated else None
+                alike.setdefault((kind.ranks, local(x.param).device, x.param.dtype, sent), []).append(
+                    (kind, x)
+                )
         found: list[Exchange] = []
-        for ranks, members in by_ranks.items():
+        for (ranks, *_, sent), members in alike.items():
             if ranks:
-                found += _shared(plan, self._rank_group(ranks, members[0][1]), members, places)
+                method = Sharded if sent is None else Replicated
+                found.append(method(plan, self._rank_group(ranks, members[0][1]), places, members))
             else:
                 found.append(Local(plan, plan.buckets(chunks_of(plan, members))))
-            self._agree(plan, ranks, [x for _, x in members], places)
+        for ranks, matrices in by_ranks.items():
+            self._agree(plan, ranks, matrices, places)
         return found
 
     def _rank_group(self, ranks: Ranks, x: Matrix) -> RankGroup:
@@ -63,7 +72,7 @@ class Connections:
     def _agree(self, plan: Plan, ranks: Ranks, matrices: list[Matrix], places: Placements) -> None:
         """A matrix begins without a transform if any rank that should keep an entry for it lacks that."""
         keeping = [x for x in matrices if _entries(plan, x)]
-        own = [x for x in keeping if x.number not in places or places[x.number].makes_directions]
+        own = [x for x in keeping if x.number not in places or places[x.number].stores_transform]
         _drop_unused(plan, matrices, own)
         lacking = {x for x in own if not _entries(plan, x) <= plan.state.get(x.param, {}).keys()}
         if ranks:
@@ -83,20 +92,6 @@ class Connections:
         )
         found = self.rank_groups[ranks].all_reduce("setup", flags, dist.ReduceOp.MAX).tolist()
         return {x for x, flag in zip(matrices, found, strict=True) if flag}
-
-
-def _shared(plan: Plan, rank_group: RankGroup, members: list[Member], places: Placements) -> list[Exchange]:
-    """Matrices of one device and dtype at a time; those that all ranks orthogonalize keep transforms of one
-    dtype.
-    """
-    alike: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[Member]] = {}
-    for kind, x in members:
-        kept = kept_dtype(x) if places[x.number].replicated else None
-        alike.setdefault((local(x.param).device, x.param.dtype, kept), []).append((kind, x))
-    return [
-        (Sharded if kept is None else Replicated)(plan, rank_group, places, some)
-        for (*_, kept), some in alike.items()
-    ]
 
 
 def _entries(plan: Plan, x: Matrix) -> set[str]:

@@ -140,14 +140,9 @@ class Placement:
         return self.owner == self.rank
 
     @property
-    def makes_directions(self) -> bool:
-        """Whether this rank makes its directions, and so keeps its transform."""
+    def stores_transform(self) -> bool:
+        """Whether this rank keeps what its orthogonalizer keeps for it."""
         return self.replicated or self.owned
-
-    @property
-    def only_on_owner(self) -> bool:
-        """Whether no other rank stores any part of it."""
-        return list(self.slices) == [self.owner]
 
     @cached_property
     def senders(self) -> frozenset[int]:

@@ -35,11 +35,7 @@ class ProcessGroupRef:
 
 
 def as_process_group(value: Any) -> ProcessGroupRef:
-    """The setting `process_group`: a group, or None for parameters that this rank does not share.
-
-    >>> as_process_group(None)
-    ProcessGroupRef(group=None)
-    """
+    """The setting `process_group`: a group, or None for parameters that this rank does not share."""
     if isinstance(value, ProcessGroupRef):
         return value
     if value is None or isinstance(value, dist.ProcessGroup):

@@ -27,22 +27,22 @@ class Replicated(Shared):
         self, plan: Plan, rank_group: RankGroup, placements: Placements, members: list[Member]
     ) -> None:
         buckets = plan.buckets(chunks_of(plan, members))
-        super().__init__(plan, rank_group, placements, [x for _, x in members], buckets)
+        super().__init__(plan, rank_group, placements, members, buckets)
         self.together = grouped(buckets)
         self.transform_dtype = kept_dtype(self.matrices[0])
 
     def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:
         """First the matrices that are due, with their new transforms; then those that are reused."""
         self.begin()
-        due, owners = [], []
-        for bucket in self.buckets:
+        due = []
+        for bucket in self.parts:
             for row, x in enumerate(bucket.matrices):
                 if outcomes[x.number] != HIT:
-                    due.append((bucket, row))
-                    owners.append(self.placements[x.number].owner)
-        rounds = in_rounds(due, owners, [_share(bucket) for bucket, _ in due])
+                    n, m = sorted((bucket.rows, bucket.cols))
+                    taken = 4 * n * (m + 3 * n) * bucket.precision.itemsize  # update, transform and messages
+                    due.append(((bucket, row), self.placements[x.number].owner, taken / bucket.limit))
         # A step with nothing due has a round too, so that all steps issue the same collectives.
-        for members in rounds or [[]]:
+        for members in in_rounds(due) or [[]]:
             yield from self._refreshed(members, outcomes)
         for buckets in self.together:
             hits = [
@@ -73,7 +73,10 @@ class Replicated(Shared):
         for bucket, row in due:
             owner = self.placements[bucket.matrices[row].number].owner
             batches[owner].setdefault(bucket, []).append(row)
-        sizes = [[len(rows) * _side(bucket) ** 2 for bucket, rows in some.items()] for some in batches]
+        sizes = [
+            [len(rows) * min(bucket.rows, bucket.cols) ** 2 for bucket, rows in some.items()]
+            for some in batches
+        ]
         made = torch.empty(sum(sizes[me]), dtype=self.transform_dtype, device=self.device)
         own = []
         for (bucket, rows), transforms in zip(batches[me].items(), made.split(sizes[me]), strict=True):
@@ -89,18 +92,7 @@ class Replicated(Shared):
             parts = gathered[rank].split(sizes[rank])
             for (bucket, rows), transforms in zip(batches[rank].items(), parts, strict=True):
                 update = own.pop(0) if rank == me else self._update(bucket, rows, outcomes)
-                n = _side(bucket)
+                n = min(bucket.rows, bucket.cols)
                 update.solved = transforms.view(-1, n, n).to(bucket.precision)
                 yield [update]
                 del update  # not kept while the next one is made
-
-
-def _side(bucket: Bucket) -> int:
-    """The side n of its n x n transforms."""
-    return min(bucket.rows, bucket.cols)
-
-
-def _share(bucket: Bucket) -> float:
-    """The part of its owner's room that a solve takes: the update, the transform, and its messages."""
-    n, m = sorted((bucket.rows, bucket.cols))
-    return 4 * n * (m + 3 * n) * bucket.precision.itemsize / bucket.limit

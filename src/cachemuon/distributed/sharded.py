@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Message:
         return found
 
 
-class Round(NamedTuple):
+class Round:
     """Matrices that are exchanged together.
 
     `pieces` are buckets of what this rank stores of them; `owned` buckets of those that it owns, in lists
@@ -58,13 +57,25 @@ class Round(NamedTuple):
     and arrive `from_owners`. Where each owner stores all of its matrices, as `copies`, no update is sent.
     """
 
-    pieces: list[Bucket]
-    owned: list[list[Bucket]]
-    copies: bool
-    to_owners: Message
-    from_ranks: Message
-    to_ranks: Message
-    from_owners: Message
+    def __init__(
+        self, members: list[Member], owned: list[Bucket], pieces: list[Bucket], placements: Placements
+    ) -> None:
+        places = [(x.number, placements[x.number]) for _, x in members]
+        updates = [
+            (k, rank, place.owner, place.slices[rank]) for k, place in places for rank in place.senders
+        ]
+        back = [(k, place.owner, rank, part) for k, place in places for rank, part in place.slices.items()]
+        self.owned, self.pieces = grouped(owned), pieces
+        self.copies = all(sender == owner for _, sender, owner, _ in updates)
+        self.to_owners, self.from_ranks = _messages(places[0][1], updates)
+        self.to_ranks, self.from_owners = _messages(places[0][1], back)
+
+
+def _messages(place: Placement, transfers: list[tuple[int, int, int, ShardSlice]]) -> tuple[Message, Message]:
+    """What a rank sends, and what it receives, of slices with their matrix, sender and receiver."""
+    sent = [(k, receiver, part) for k, sender, receiver, part in transfers if sender == place.rank]
+    received = [(k, sender, part) for k, sender, receiver, part in transfers if receiver == place.rank]
+    return Message(len(place.ranks), sent), Message(len(place.ranks), received)
 
 
 def plan_rounds(
@@ -74,15 +85,16 @@ def plan_rounds(
 
     An owner gives a round an eighth of `max_workspace_bytes`: its messages need room too, and the next round.
     """
-    alone = [(kind, x) for kind, x in members if placements[x.number].only_on_owner]
-    moving = [(kind, x) for kind, x in members if not placements[x.number].only_on_owner]
-    owners, shares = [], []
-    for _, x in moving:
-        dtype, limit = x.param.dtype, memory_limit(x.group["max_workspace_bytes"], x.param.device.type)
+    alone, moving = [], []
+    for kind, x in members:
+        place, dtype = placements[x.number], x.param.dtype
+        if len(place.slices) == 1:  # that rank has all of the matrix, and so owns it
+            alone.append((kind, x))
+            continue
+        limit = memory_limit(x.group["max_workspace_bytes"], x.param.device.type)
         taken = prod(x.layout.views[x.index].shape) * (dtype.itemsize + 2 * computed_in(dtype).itemsize)
-        owners.append(placements[x.number].owner)
-        shares.append(8 * taken / limit)
-    rounds = in_rounds(moving, owners, shares)
+        moving.append(((kind, x), place.owner, 8 * taken / limit))
+    rounds = in_rounds(moving)
     chunks = [chunks_of(plan, _here(alone, placements))]
     for together in rounds:
         own = [(kind, x) for kind, x in together if placements[x.number].owned]
@@ -90,25 +102,9 @@ def plan_rounds(
     made = iter(plan.buckets([*chain(*chunks)]))  # in one call, so that one upload fills all of them
     staying, *buckets = [list(islice(made, len(some))) for some in chunks]
     return grouped(staying), [
-        _round(together, owned, pieces, placements)
+        Round(together, owned, pieces, placements)
         for together, owned, pieces in zip(rounds, buckets[::2], buckets[1::2], strict=True)
     ]
-
-
-def _round(members: list[Member], owned: list[Bucket], pieces: list[Bucket], placements: Placements) -> Round:
-    places = [(x.number, placements[x.number]) for _, x in members]
-    updates = [(k, rank, place.owner, place.slices[rank]) for k, place in places for rank in place.senders]
-    directions = [(k, place.owner, rank, part) for k, place in places for rank, part in place.slices.items()]
-    copies = all(sender == owner for _, sender, owner, _ in updates)
-    messages = *_messages(places[0][1], updates), *_messages(places[0][1], directions)
-    return Round(pieces, grouped(owned), copies, *messages)
-
-
-def _messages(place: Placement, transfers: list[tuple[int, int, int, ShardSlice]]) -> tuple[Message, Message]:
-    """What a rank sends, and what it receives, of slices with their matrix, sender and receiver."""
-    sent = [(k, receiver, part) for k, sender, receiver, part in transfers if sender == place.rank]
-    received = [(k, sender, part) for k, sender, receiver, part in transfers if receiver == place.rank]
-    return Message(len(place.ranks), sent), Message(len(place.ranks), received)
 
 
 def _here(members: list[Member], placements: Placements) -> list[Member]:
@@ -130,7 +126,7 @@ class Sharded(Shared):
         self.staying, self.rounds = plan_rounds(plan, members, placements)
         together = [*self.staying, *chain(*(one.owned for one in self.rounds))]
         pieces = [bucket for one in self.rounds for bucket in one.pieces]
-        super().__init__(plan, rank_group, placements, [x for _, x in members], [*chain(*together)], pieces)
+        super().__init__(plan, rank_group, placements, members, [*chain(*together)], pieces)
         self._outgoing: Views = {}  # where directions are written
 
     def gather(self, outcomes: list[int]) -> Iterator[list[Update]]:

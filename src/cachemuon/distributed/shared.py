@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TypeVar
 
@@ -41,29 +41,26 @@ class Shared:
         plan: Plan,
         rank_group: RankGroup,
         placements: Placements,
-        matrices: list[Matrix],
+        members: list[Member],
         buckets: list[Bucket],
         pieces: Sequence[Bucket] = (),
     ) -> None:
         """This rank makes the directions of `buckets`; `pieces` are its parts of sharded matrices."""
-        param = matrices[0].param
-        self.plan, self.rank_group = plan, rank_group
-        self.placements, self.matrices, self.buckets = placements, matrices, buckets
+        self.plan, self.rank_group, self.placements = plan, rank_group, placements
+        self.matrices, self.parts = [x for _, x in members], [*buckets, *pieces]
         self.readings = Readings(buckets)
-        self.good: dict[Bucket, Tensor] = {}  # (B,) for each bucket, in this step
+        param = self.matrices[0].param
         self.device, self.dtype, self.precision = local(param).device, param.dtype, computed_in(param.dtype)
-        self._measures = any(plan.choices[x.number].life.always is None for x in matrices)
+        self._measures = any(plan.choices[x.number].life.always is None for x in self.matrices)
+        row_of = {x.number: row for row, x in enumerate(self.matrices)}
+        rows = [row_of[x.number] for part in self.parts for x in part.matrices]
+        owned = [(i, row_of[k]) for i, k in enumerate(self.readings.numbers) if placements[k].owned]
+        self._rows = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        self._owned = torch.tensor(owned, dtype=torch.int64).view(-1, 2).T.contiguous().to(self.device)
+        # Of the current step: for each parameter and bucket, and for each matrix.
         self._grads: dict[Tensor, Tensor | None] = {}
+        self.good: dict[Bucket, Tensor] = {}
         self._flags = torch.empty(0)
-        self._parts = [*buckets, *pieces]
-        row_of = {x.number: row for row, x in enumerate(matrices)}
-        numbers = self.readings.numbers
-        owned = [row for row, number in enumerate(numbers) if placements[number].owned]
-        self._rows = self._index([row_of[x.number] for bucket in self._parts for x in bucket.matrices])
-        self._owned, self._owned_rows = self._index(owned), self._index([row_of[numbers[i]] for i in owned])
-
-    def _index(self, rows: list[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64).to(self.device)
 
     def begin(self) -> None:
         """Take the gradients of this step. Afterwards `good` is the same on all ranks."""
@@ -86,8 +83,7 @@ class Shared:
         self._flags = torch.where(low > high, MISSING, finite)
         self.rank_group.all_reduce("flags", self._flags, ReduceOp.MIN)
         good = self._flags.index_select(0, self._rows) == GOOD
-        parts = good.split([len(bucket.matrices) for bucket in self._parts])
-        self.good = dict(zip(self._parts, parts, strict=True))
+        self.good = dict(zip(self.parts, good.split([len(one.matrices) for one in self.parts]), strict=True))
 
     def gradient(self, x: Matrix) -> Tensor:
         """The gradient of a matrix's parameter on this rank. Momentum stands in for a missing one."""
@@ -119,7 +115,7 @@ class Shared:
         values = everyone.tensors[0]
         if self._measures:
             for own in self.readings.tensors:  # one, unless this rank makes no directions
-                values.index_copy_(0, self._owned_rows, own.index_select(0, self._owned))
+                values.index_copy_(0, self._owned[1], own.index_select(0, self._owned[0]))
             self.rank_group.all_reduce("residuals", values)
         peaks = torch.where(self._flags == NON_FINITE, torch.nan, values[:, PEAK])
         values[:, PEAK] = torch.where(self._flags == MISSING, MISSING, peaks)
@@ -134,7 +130,7 @@ def _gradient(x: Matrix) -> Tensor | None:
         return None
     grad, param = gradient(x), x.param
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
+        return grad.redistribute(param.device_mesh, param.placements)
     return grad
 
 
@@ -154,17 +150,18 @@ def chunks_of(
     ]
 
 
-def in_rounds(members: Sequence[T], owners: Sequence[int], shares: Sequence[float]) -> list[list[T]]:
+def in_rounds(members: Iterable[tuple[T, int, float]]) -> list[list[T]]:
     """As many members at a time as their owners have room for, with work for every owner in each round.
 
-    `shares` are the parts of its owner's room that each takes; one that takes more is a round by itself.
+    Beside each member stand its owner and the part of the owner's room that it takes; a member that takes
+    more than all shares its round with no other of its owner.
 
-    >>> in_rounds("abcde", [0, 0, 0, 1, 1], [0.5] * 5)
-    [['a', 'b', 'd', 'e'], ['c']]
+    >>> in_rounds([("a", 0, 0.5), ("b", 0, 0.5), ("c", 0, 0.5), ("d", 1, 0.5)])
+    [['a', 'b', 'd'], ['c']]
     """
     rounds: list[list[T]] = []
     last: dict[int, tuple[int, float]] = {}  # of each owner: its last round, and what is taken of its room
-    for member, owner, share in zip(members, owners, shares, strict=True):
+    for member, owner, share in members:
         number, taken = last.get(owner, (0, 0.0))
         if taken and taken + share > 1:
             number, taken = number + 1, 0.0
