@@ -184,6 +184,38 @@ def compare_shards(rank, world):
     return wrong
 
 
+def train_mixture(rank, world, layout):
+    """Matrices of two dtypes: alone, sharded, or copied in a process group that lists its ranks backwards."""
+    more = {}
+    if layout == "reversed":
+        more["process_group"] = dist.new_group(list(reversed(range(world))), sort_ranks=False)
+        assert dist.get_process_group_ranks(more["process_group"]) == list(reversed(range(world)))
+    elif layout == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (world,))
+    put = torch.clone if layout != "fsdp" else lambda value: distribute_tensor(value, mesh, [Shard(0)])
+    dtypes = (torch.float32, torch.float64) * (len(SHAPES) // 2)
+    params = [nn.Parameter(put(x.to(dtype))) for x, dtype in zip(start(torch.float64), dtypes, strict=False)]
+    optimizer = CacheMuon(params, lr=0.05, max_age=4, cache_all=True, **more)
+    for step in range(8):
+        for param, gradient in zip(params, gradients(step, torch.float64), strict=False):
+            param.grad = put(gradient.to(param.dtype))
+        optimizer.step()
+    return answer_of(params, optimizer)
+
+
+@pytest.mark.parametrize(("layout", "world"), [("reversed", 2), ("reversed", 4), ("fsdp", 3)])
+def test_dtypes_may_be_mixed_and_process_groups_have_any_order(ranks, layout, world):
+    expected = train_mixture(0, 1, "alone")
+    for answer in ranks(train_mixture, world, layout):
+        assert answer["outcomes"] == expected["outcomes"]
+        for param, wanted in zip(answer["params"], expected["params"], strict=True):
+            limit = 1e-12 if wanted.dtype == torch.float64 else 1e-5
+            assert float((param - wanted).norm() / wanted.norm()) <= limit
+
+
 def test_shards_are_where_torch_puts_them(ranks):
     assert ranks(compare_shards, 4) == [[]] * 4
 
