@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 
 from cachemuon.distributed import full_tensor, sharded_as
-from cachemuon.optim.settings import check_adam_group, check_entries, check_form
+from cachemuon.optim.settings import ADAM_RULES, check, check_entries, check_form
 from cachemuon_lab.models import BLOCKS, Model
 
 STRATEGIES = ("ddp", "fsdp")
@@ -115,7 +115,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if isinstance(optimizer, AdamW):  # Muons check what they load, and shard it
         check_form(state)
         for group in state["param_groups"]:
-            check_adam_group(group)
+            check(group, ADAM_RULES)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(params):
             entries = state["state"].get(number, {})

@@ -183,7 +183,7 @@ REFUSED = {
     "nan lr": ({"lr": math.nan}, ["lr", "nan", ">= 0"]),
     "no lr": ({"lr": None}, ["lr", "None", ">= 0"]),
     "text as lr": ({"lr": "fast"}, ["lr", "'fast'", ">= 0"]),
-    "a vector as lr": ({"lr": torch.ones(2)}, ["lr", "2", "one element"]),
+    "a vector as lr": ({"lr": torch.ones(2)}, ["lr", "tensor([1., 1.])", "one element"]),
     "negative weight_decay": ({"weight_decay": -1e-4}, ["weight_decay", "-0.0001", ">= 0"]),
     "infinite weight_decay": ({"weight_decay": math.inf}, ["weight_decay", "inf", ">= 0"]),
     "negative eps": ({"eps": -1e-7}, ["eps", "-1e-07", ">= 0"]),
@@ -196,7 +196,7 @@ REFUSED = {
     ),
     "no workspace": ({"max_workspace_bytes": 0}, ["max_workspace_bytes", "0", "> 0"]),
     "half a workspace": ({"max_workspace_bytes": 0.5}, ["max_workspace_bytes", "0.5", "integer"]),
-    "text as solver": ({"solver": "gram"}, ["solver", "'gram'", "GramNS"]),
+    "unknown solver": ({"solver": "grams"}, ["solver", "'grams'", "GramNS", "'gram'", "'polar_express'"]),
     "a schedule as solver": ({"solver": QUINTIC}, ["solver", "Schedule", "GramNS"]),
     "a class as solver": ({"solver": GramNS}, ["solver", "GramNS"]),
 }
@@ -727,3 +727,176 @@ def test_a_step_is_in_float32_whatever_is_allowed_outside(make, way):
         torch.backends.fp32_precision = before
         for matmul in matmuls:
             matmul.fp32_precision = "none"
+
+
+# Learning rates of all groups
+
+
+def groups_with_rates(make, **adam):
+    w, b = parameter((6, 10)), parameter((9,), 1)
+    return make([{"params": [w]}, {"params": [b], "use_muon": False, **adam}], lr=0.02), [w, b]
+
+
+@both_optimizers
+def test_one_learning_rate_written_into_all_groups_is_warned_of_once(make):
+    optimizer, params = groups_with_rates(make, lr=0.002)
+    with pytest.warns(
+        RuntimeWarning, match="learning rate 0.0006, .* had 0.02 and 0.002.*lr_ratio"
+    ) as caught:
+        for step in range(4):  # as nanoGPT does, with a warm-up
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0006 * (step + 1)
+            run(optimizer, params, [step])
+    assert len(caught) == 1
+
+
+@both_optimizers
+def test_one_learning_rate_is_warned_of_also_later_and_not_as_the_end_of_a_schedule(make):
+    optimizer, params = groups_with_rates(make, lr=0.002)
+    for group, lr in zip(optimizer.param_groups, (0.01, 0.001), strict=True):
+        run(optimizer, params, [0])
+        group["lr"] = lr
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4
+    run(optimizer, params, [1])  # a cosine's floor
+    for group, lr in zip(optimizer.param_groups, (0.01, 0.001), strict=True):
+        group["lr"] = lr
+    run(optimizer, params, [2])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    with pytest.warns(RuntimeWarning, match="learning rate 0.01, .* had 0.01 and 0.001"):
+        run(optimizer, params, [3])
+
+
+@pytest.mark.parametrize("adam", [{"lr": 0.02}, {"lr_ratio": 0.1}, {"lr": 0.002, "lr_ratio": 1.0}], ids=str)
+@both_optimizers
+def test_groups_made_with_one_learning_rate_or_with_a_ratio_are_not_warned_of(make, adam):
+    optimizer, params = groups_with_rates(make, **adam)
+    for step in range(3):
+        run(optimizer, params, [step])
+        for group in optimizer.param_groups if "lr_ratio" not in adam or "lr" not in adam else ():
+            group["lr"] = 0.01
+    copy.deepcopy(optimizer).step()
+
+
+@both_optimizers
+def test_a_ratio_makes_adams_rate_of_its_groups_own(make):
+    optimizer, params = groups_with_rates(make, lr_ratio=0.1, weight_decay=0.1)
+    assert optimizer.param_groups[1]["lr"] == 0.02
+    twin = parameter((9,), 1)
+    reference = torch.optim.AdamW([twin], lr=0.002, weight_decay=0.1)
+    schedules = [CosineAnnealingLR(each, T_max=6) for each in (optimizer, reference)]
+    for step in range(6):
+        run(optimizer, params, [step])
+        twin.grad = params[1].grad.clone()
+        reference.step()
+        torch.testing.assert_close(params[1], twin, rtol=0, atol=1e-7)
+        told, rows = optimizer.metrics(), optimizer.explain().rows
+        rates = [each.param_groups[0]["lr"] for each in (optimizer, reference)]
+        assert [told["muon/lr"], told["muon/lr_adam"]] == pytest.approx(rates)
+        assert [row.lr for row in rows] == pytest.approx(rates)
+        for schedule in schedules:
+            schedule.step()
+    resumed, _ = groups_with_rates(make)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.param_groups[1]["lr_ratio"] == 0.1
+
+
+def test_a_ratio_through_param_groups_survives_a_loop_that_writes_all_groups():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    optimizer = CacheMuon(param_groups(model, adam=dict(lr_ratio=0.1)), lr=0.02)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    by_name = {row.name: row.lr for row in optimizer.explain().rows}
+    assert by_name == pytest.approx({"0.weight": 0.01, "1.weight": 0.001, "0.bias": 0.001, "1.bias": 0.001})
+    assert "  0.001  " in str(optimizer.explain())
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"weight_decy": 0.1}, "no setting 'weight_decy': did you mean 'weight_decay'?"),
+        ({"learning_rate": 0.1}, "no setting 'learning_rate': did you mean 'lr'?"),
+        ({"use_muon": False, "beta": (0.9, 0.95)}, "no setting 'beta': did you mean 'betas'?"),
+        ({"lr_ratio": 0.1}, "lr_ratio must be left out of a group of Muon"),
+        ({"use_muon": False, "lr_ratio": -0.1}, "lr_ratio must be a number >= 0, got -0.1"),
+    ],
+)
+@both_optimizers
+def test_a_misspelled_setting_of_a_group_is_refused(make, group, words):
+    with pytest.raises(ValueError) as error:
+        make([{"params": [parameter(MATRIX)], **group}])
+    assert_names(error, [words])
+
+
+@both_optimizers
+def test_a_group_may_have_keys_of_the_programs_own(make):
+    own = {"name": "decay", "initial_lr": 0.1, "lr_scale": 0.5, "weight_decay_mult": 2.0, "max_momentum": 0.9}
+    optimizer = make([{"params": [parameter(MATRIX)], **own}])
+    assert own.items() <= optimizer.param_groups[0].items()
+
+
+SOLVERS_BY_NAME = {
+    "gram": (GramNS(), GramNS()),
+    "polar_express": (StandardNS(POLAR_EXPRESS), GramNS(POLAR_EXPRESS)),
+    "jordan": (StandardNS(QUINTIC), GramNS(QUINTIC)),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS_BY_NAME)
+def test_solvers_by_name(name):
+    for make, expected in zip((Muon, CacheMuon), SOLVERS_BY_NAME[name], strict=True):
+        optimizer = make([parameter(MATRIX)], solver=name)
+        optimizer.add_param_group({"params": [parameter(MATRIX, 1)], "solver": name})
+        for group in optimizer.param_groups:
+            assert (group["solver"], group["eps"]) == (expected, expected.eps)
+
+
+@both_optimizers
+def test_all_parameters_of_a_model_are_refused_with_what_to_write(make):
+    with pytest.raises(
+        ValueError, match=r"model.parameters\(\), write CacheMuon\(param_groups\(model\), ...\)"
+    ):
+        make(nn.Linear(3, 4).parameters())
+
+
+@both_optimizers
+def test_a_matrix_that_looks_like_an_embedding_or_a_head_is_logged_once(make, caplog):
+    named = {
+        "wte.weight": (64, 32),
+        "lm_head.weight": (64, 32),
+        "vocabulary": (5000, 128),
+        "up.weight": (512, 128),
+        "lora_B": (4096, 8),
+    }
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in named.items()}
+    optimizer = make(params.items(), lr=0.1)
+    rows = {row.name: row.why for row in optimizer.explain().rows}
+    optimizer.explain(), optimizer.metrics(), optimizer.step()
+    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "Muon was given lm_head.weight, vocabulary, wte.weight, by name" in record.message
+    assert [name for name, why in rows.items() if "looks like" in why] == list(named)[:3]
+
+    caplog.clear()
+    model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 512), nn.Linear(512, 16))
+    routed = make(param_groups(model, overrides={"0.weight": "muon"}), lr=0.1)  # by choice
+    assert not any("looks like" in row.why for row in routed.explain().rows) and not caplog.records
+
+
+# Clipped gradients
+
+
+@pytest.mark.parametrize("coefficient", [1e-8, 1e-12])
+@both_optimizers
+def test_without_eps_a_gradient_that_was_clipped_to_nothing_makes_the_same_step(make, coefficient):
+    both = [[parameter((12, 20)), parameter((20, 8), 1)] for _ in range(2)]
+    optimizers = [make(params, lr=0.1, eps=0.0) for params in both]
+    for step in range(5):
+        for params, optimizer in zip(both, optimizers, strict=True):
+            for i, param in enumerate(params):
+                param.grad = gradient(param.shape, i, step)
+            if params is both[1]:
+                norm = nn.utils.get_total_norm([param.grad for param in params])
+                nn.utils.clip_grads_with_norm_(params, float(norm) * coefficient, norm)
+            optimizer.step()
+    torch.testing.assert_close(*both, rtol=0, atol=1e-4)

@@ -432,7 +432,10 @@ def counter(name, number):
         (put("param_groups", 0, "step", value=-10), "step must be an integer from 0"),
         (put("param_groups", 0, "transposed", value=3), "transposed must be True or False, got 3"),
         (put("param_groups", 0, "split", value=4), "split must divide the 6 outputs"),
-        (put("param_groups", 1, "betas", value=(0.9, 1.5)), r"betas must be in \[0, 1\), got 1.5"),
+        (
+            put("param_groups", 1, "betas", value=(0.9, 1.5)),
+            r"betas must be two numbers in \[0, 1\), got \(0.9, 1.5\)",
+        ),
         (remove("state", 0, "residuals"), "group0.param0: its state must have .* and lacks residuals"),
         (
             remove("state", 0, "momentum_buffer"),

@@ -436,6 +436,7 @@ def next_lr(scheduler, step):
         scheduler.step()
 
 
+@pytest.mark.filterwarnings("ignore:all parameter groups:RuntimeWarning")  # CyclicLR and OneCycleLR
 @pytest.mark.parametrize("name", SCHEDULERS)
 @both_optimizers
 def test_every_scheduler_of_torch_is_followed_and_resumes(make, name):
@@ -491,6 +492,7 @@ def test_every_scheduler_of_torch_is_followed_and_resumes(make, name):
     ],
     ids=["OneCycleLR", "CyclicLR"],
 )
+@pytest.mark.filterwarnings("ignore:all parameter groups:RuntimeWarning")
 @both_optimizers
 def test_a_momentum_that_a_scheduler_moves_is_beta1_of_adam(make, schedule):
     optimizer, params = made(make)

@@ -244,3 +244,26 @@ def freed(rank, world, gate):
 @pytest.mark.parametrize("gate", ["schedule", "residual"])
 def test_no_gradient_lives_on_until_the_next_step(ranks, gate):
     assert ranks(freed, 2, gate) == [[False, False]] * 2
+
+
+def explained(rank, world, exchange):
+    """What the notes say, and what is saved, with a process group or none."""
+    more = {} if exchange is None else {"process_group": dist.group.WORLD, "exchange": exchange}
+    params = [nn.Parameter(torch.zeros(256, 384)) for _ in range(2)]
+    optimizer = CacheMuon(params, lr=0.01, max_age=3, **more)
+    before = optimizer.explain().notes
+    for step in range(9):
+        for param in params:
+            param.grad = torch.randn(256, 384, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    told = optimizer.explain()
+    assert told.notes == before and str(told).splitlines()[-len(before) :] == list(before)
+    return before, told.rows[0].saved, optimizer.metrics()["muon/flops_saved"]
+
+
+@pytest.mark.parametrize("exchange", [None, *EXCHANGES])
+def test_an_explanation_says_how_ranks_share_and_counts_savings_against_the_same_sharing(exchange, ranks):
+    words = "2 ranks, each solves all: " if exchange is None else "2 ranks share the solves"
+    for (note,), saved, by_metrics in ranks(explained, 2, exchange):
+        assert note.startswith(words)
+        assert saved == pytest.approx(by_metrics, rel=0.1) and 0.3 < saved < 0.8

@@ -113,7 +113,7 @@ def test_the_question_is_asked_once_for_each_shape(make, n, m, clip, cached):
 def test_matrices_of_one_shape_are_asked_about_together():
     # Sixteen of 128 x 128 share the operations of a hit; one alone would take longer with a cache.
     assert saving(cost_of(128, 128), 10, 1, "cpu") < 0 < LEAST < saving(cost_of(128, 128), 10, 16, "cpu")
-    for number, cache in ((1, "none: a fresh solve is faster"), (16, "no transform yet")):
+    for number, cache in ((1, "not cached: a fresh solve is faster"), (16, "no transform yet")):
         params = [torch.nn.Parameter(torch.zeros(128, 128)) for _ in range(number)]
         assert {row.cache for row in CacheMuon(params).explain().rows} == {cache}
 

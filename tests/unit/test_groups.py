@@ -1,7 +1,9 @@
 """Routing: every parameter has one place and a reason, on real modules."""
 
 import copy
+import inspect
 import math
+import re
 from collections import OrderedDict
 
 import pytest
@@ -12,9 +14,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from cachemuon import CacheMuon, Muon
+from cachemuon.optim.adam import ADAM_DEFAULTS
 from cachemuon.routing.groups import ParamGroups, param_groups
 from cachemuon.routing.heads import HEAD_NAMES, LAST_NAMES
 from cachemuon.routing.layout import matrix_layout, matrix_shape
+from cachemuon.routing.names import ADAM_SETTINGS, MUON_SETTINGS
 from cachemuon.routing.rules import Route, routes
 
 
@@ -300,11 +304,46 @@ def test_untied_head_is_a_head():
     assert found["lm_head.weight"] == (False, "output head")
 
 
-def test_a_shared_layer_is_routed_once_and_says_so():
+def test_a_layer_that_is_reached_twice_is_routed_once_and_is_not_tied():
     shared = nn.Linear(8, 8, bias=False)
-    model = nn.Sequential(shared, shared, shared, nn.Linear(8, 2, bias=False))
-    assert reasons(model)["0.weight"] == (True, "matrix, tied to 1.weight and 1 more")
+    model = nn.Sequential(shared, shared, nn.Linear(8, 2, bias=False))
+    assert reasons(model)["0.weight"] == (True, "matrix")
     assert [name for name, _ in param_groups(model)[0]["params"]] == ["0.weight"]
+    # As under Fabric, which has the model under two names.
+    wrapped = Net(_forward_module=model, _original_module=model)
+    assert [reason for _, reason in reasons(wrapped).values()] == ["matrix", "output head"]
+
+
+def test_a_weight_of_several_layers_names_them():
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+    layers[1].weight = layers[2].weight = layers[0].weight
+    model = nn.Sequential(*layers, layers[1], nn.Linear(8, 2, bias=False))
+    assert reasons(model)["0.weight"] == (True, "matrix, tied to 1.weight and 1 more")
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"adam": {"learning_rate": 1e-3}}, "adam has no setting 'learning_rate': did you mean 'lr'?"),
+        ({"adam": {"beta": (0.9, 0.95)}}, "adam has no setting 'beta': did you mean 'betas'?"),
+        ({"muon": {"weight_decy": 0.1}}, "muon has no setting 'weight_decy': did you mean 'weight_decay'?"),
+        ({"muon": {"betas": (0.9, 0.95)}}, "muon has no setting 'betas': allowed are adjust_lr_fn, "),
+        ({"heads": {"momentum": 0.9}}, "heads has no setting 'momentum': allowed are betas, "),
+        ({"vectors": {"weight_decays": 0.1}}, "vectors has no setting 'weight_decays': did you mean"),
+        ({"muon": {"use_muon": False}}, "muon has no setting 'use_muon'"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_known_one(own, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        param_groups(GPT(), **own)
+
+
+def test_the_settings_that_are_known_are_those_of_the_optimizers():
+    def arguments(make):
+        return inspect.signature(make).parameters.keys() - {"params"}
+
+    assert arguments(CacheMuon) == MUON_SETTINGS > arguments(Muon)
+    assert ADAM_DEFAULTS.keys() | {"lr_ratio"} == ADAM_SETTINGS
 
 
 def test_embedding_like_parameters_by_their_own_name():

@@ -482,6 +482,16 @@ def test_a_parameter_of_adams_is_not_given_to_muon():
     refused(optimizer, mine, original.state_dict(), words)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_state_of_adam_alone_says_that_a_new_optimizer_must_start(kind, grouped):
+    theirs, mine = mixed(), mixed()
+    original = kind([{"params": theirs[:-1]}, {"params": theirs[-1:]}] if grouped else theirs)
+    run(original, theirs, 1)
+    words = r"Adam or AdamW: Adam trained the matrices .* new optimizer must start for them. Load the model's"
+    refused(Muon(groups_of(mine, **ADAMS)), mine, original.state_dict(), words)
+
+
 def test_groups_of_other_sizes_are_refused():
     theirs = mixed()
     original = jordans_with_adam(theirs)

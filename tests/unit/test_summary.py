@@ -13,6 +13,7 @@ NAMES = [
     *("calls", "hit_rate", "refreshed", "rejected", "bounded", "uncached", "non_finite"),
     *("flops", "flops_saved"),
     *("last/hit_rate", "last/residual", "last/residual_max", "last/age"),
+    *("lr", "lr_adam"),
 ]
 
 
@@ -102,7 +103,7 @@ def test_an_explanation_has_every_parameter_and_says_why_there_is_no_cache():
     assert rows.keys() == dict(model.named_parameters()).keys()
     assert rows["0.bias"].to == "adam" and rows["0.bias"].solve == 0
     assert rows["2.weight"].to == "muon" and rows["2.weight"].cache == "no transform yet"
-    assert rows["0.weight"].cache == "none: a fresh solve is faster"
+    assert rows["0.weight"].cache == "not cached: a fresh solve is faster"
     assert math.isnan(rows["2.weight"].hits)
     trained(model, optimizer, 5)
     rows = {row.name: row for row in optimizer.explain().rows}
@@ -117,10 +118,10 @@ def test_an_explanation_has_every_parameter_and_says_why_there_is_no_cache():
 @pytest.mark.parametrize(
     ("shape", "settings", "cache"),
     [
-        ((64, 96), {}, "none: a fresh solve is faster"),
-        ((16, 64), {"clip": 0.0}, "none: too small to pay, would save 5% of a step"),
-        ((256, 384), {"max_age": 0}, "none: max_age=0"),
-        ((256, 384), {"min_rows": 257}, "none: fewer than min_rows=257 rows"),
+        ((64, 96), {}, "not cached: a fresh solve is faster"),
+        ((16, 64), {"clip": 0.0}, "not cached: too small to pay (it would save 5% of a step)"),
+        ((256, 384), {"max_age": 0}, "not cached: max_age=0"),
+        ((256, 384), {"min_rows": 257}, "not cached: fewer than min_rows=257 rows"),
         ((256, 384), {}, "no transform yet"),
         ((64, 96), {"cache_all": True}, "no transform yet"),
     ],
@@ -139,14 +140,14 @@ def test_an_explanation_names_the_step_up_to_which_a_cache_is_suspended():
         optimizer.step()
         (row,) = optimizer.explain().rows
         if 2 <= seed + 1 < 34:  # the second step is bounded
-            assert row.cache == "solved fresh until step 34: its residual was above gamma"
+            assert row.cache == "suspended until step 34: its residual was above gamma"
     assert row.hits == 0 and row.cache == "no transform yet"
 
 
 def test_an_explanation_of_a_stack_and_of_muon():
     W = nn.Parameter(torch.zeros(3, 16, 24))
     (row,) = Muon([("W", W)]).explain().rows
-    assert row.why == "as given, 3 matrices" and row.cache == "none: every step solves"
+    assert row.why == "as given, 3 matrices" and row.cache == "solved at every step"
 
 
 def test_that_no_matrix_is_cached_is_logged_once(caplog):
@@ -157,7 +158,7 @@ def test_that_no_matrix_is_cached_is_logged_once(caplog):
         optimizer.step()
         optimizer.step()
         assert [record.message for record in caplog.records] == [
-            "no matrix is cached; print(optimizer.explain()) tells why of each"
+            "no matrix is cached; print(optimizer.explain()) says why for each"
         ]
         caplog.clear()
         for others in (CacheMuon([W], cache_all=True), CacheMuon([W, nn.Parameter(torch.zeros(256, 384))])):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ..distributed.state import group_by_mesh
+from .rates import learning_rate
 
 ADAM_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -21,6 +22,7 @@ ADAM_DEFAULTS: dict[str, Any] = {
 }
 """The settings of a group with `use_muon=False`; it inherits none of Muon's.
 
+With `lr_ratio` the learning rate is that times the group's `lr`, which is then by default the optimizer's.
 Schedulers that move the momentum, as OneCycleLR, write `momentum` into every group. Here it stands for beta1.
 """
 
@@ -40,7 +42,7 @@ def adam_step(group: dict[str, Any], params: list[Tensor], state: dict[Tensor, d
 
 
 def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> None:
-    lr, (beta1, beta2) = group["lr"], group["betas"]
+    beta1, beta2 = group["betas"]
     # The fused kernel would walk over the gaps of one that is every second column of a tensor.
     dense = [param if _without_gaps(param) else param.clone() for param in params]
     pairs = [(one, param.grad) for one, param in zip(dense, params, strict=True)]
@@ -57,7 +59,7 @@ def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, An
         amsgrad=False,
         beta1=float(group.get("momentum", beta1)),
         beta2=float(beta2),
-        lr=lr if isinstance(lr, Tensor) else float(lr),
+        lr=learning_rate(group),
         weight_decay=float(group["weight_decay"]),
         eps=float(group["eps"]),
         maximize=False,

@@ -28,9 +28,28 @@ from ..report.counters import Event
 from ..routing.layout import MatrixView, named_params
 from . import checkpoint
 from .adam import ADAM_DEFAULTS, adam_step
-from .settings import check_adam_group, check_muon_group, check_once, check_param, shorthand
+from .rates import RateWatch, learning_rate
+from .settings import (
+    ADAM_RULES,
+    MUON_RULES,
+    NAMED_SCHEDULES,
+    check,
+    check_once,
+    check_param,
+    check_spelling,
+    shorthand,
+)
 
 logger = logging.getLogger("cachemuon")
+
+
+def arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings among the `locals()` with which a constructor begins.
+
+    >>> arguments({"self": None, "params": [], "lr": 0.1})
+    {'lr': 0.1}
+    """
+    return {name: value for name, value in values.items() if name not in ("self", "params", "__class__")}
 
 
 class MatrixOptimizer(Optimizer):
@@ -50,26 +69,40 @@ class MatrixOptimizer(Optimizer):
     profiler.
     """
 
-    def __init__(
-        self, params: ParamsT, solver: Solver, eps: float | None, process_group: Any, **settings: Any
-    ) -> None:
-        settings |= {"solver": solver, "eps": getattr(solver, "eps", None) if eps is None else eps}
-        settings["process_group"] = as_process_group(process_group)
+    def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
         layout = {"view": "auto", "split": 1, "transposed": False}
         self._forget()
-        super().__init__(params, {"use_muon": True, **layout, "step": 0, **settings})
+        super().__init__(params, {"use_muon": True, **layout, "step": 0, **self._resolved(settings)})
 
     @abstractmethod
     def choose(self, group: dict[str, Any], param: Tensor, view: MatrixView, count: int) -> Choice:
         """How a matrix of a parameter is orthogonalized, of whose kind there are `count`."""
 
     @abstractmethod
-    def _solver_of(self, schedule: Schedule) -> Solver:
-        """The solver that torch.optim.Muon's `ns_coefficients` and `ns_steps` ask for."""
+    def solver_of(self, schedule: Schedule | None) -> Solver:
+        """The solver with a schedule, as of torch.optim.Muon's `ns_coefficients`; the default without one."""
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that are out of range."""
-        check_muon_group(group)
+        check(group, MUON_RULES)
+        if isinstance(group["split"], list):
+            group["split"] = tuple(group["split"])
+
+    def _resolved(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Settings of the constructor or of a Muon group with a solver where one is named or described."""
+        settings, solver = dict(settings), settings.get("solver")
+        triples = settings.pop("ns_coefficients", None), settings.pop("ns_steps", None)
+        if triples != (None, None):
+            solver = self.solver_of(shorthand(*triples, solver))
+        elif isinstance(solver, str) and solver in NAMED_SCHEDULES:
+            solver = self.solver_of(NAMED_SCHEDULES[solver])
+        elif "solver" in settings and solver is None:
+            solver = self.solver_of(None)
+        if "solver" in settings and settings.get("eps") is None:
+            settings["eps"] = getattr(solver, "eps", None)
+        if "process_group" in settings:
+            settings["process_group"] = as_process_group(settings["process_group"])
+        return settings if solver is None else {**settings, "solver": solver}
 
     def _forget(self) -> None:
         self._made: Plan | None = None
@@ -78,6 +111,7 @@ class MatrixOptimizer(Optimizer):
         self._connections = Connections()
         self._reported: summary.Counts = {}  # what the last metrics() had counted
         self._warned: set[str] = set()
+        self._rates = RateWatch()
 
     def __getstate__(self) -> dict[str, Any]:
         self._learn()
@@ -93,6 +127,7 @@ class MatrixOptimizer(Optimizer):
         """Begin with the state as it is now: after it was loaded, nothing is known of it."""
         self._made = None
         self._connections.agreed.clear()
+        self._rates = RateWatch(self.param_groups)
         self._reported = summary.counted(self._plan())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,34 +137,30 @@ class MatrixOptimizer(Optimizer):
         """
         if not (isinstance(param_group, dict) and "params" in param_group):
             raise ValueError(f"a parameter group must be a dict with 'params', got {param_group!r:.80}")
-        group = dict(param_group)
-        own_eps = "eps" in group
+        group = {"use_muon": True, **param_group}
         check_once(group)
-        if group.get("use_muon", True):
-            triples = group.pop("ns_coefficients", None), group.pop("ns_steps", None)
-            if triples != (None, None):
-                group["solver"] = self._solver_of(shorthand(*triples, group.get("solver")))
+        check_spelling(group)
+        if group["use_muon"]:
+            group = self._resolved(group)
             group.setdefault("step", max((g.get("step", 0) for g in self.param_groups), default=0))
-            if "process_group" in group:
-                group["process_group"] = as_process_group(group["process_group"])
         else:
-            group = {**ADAM_DEFAULTS, **group}
+            own_lr = {"lr": self.defaults["lr"]} if "lr_ratio" in group else {}
+            group = {**ADAM_DEFAULTS, **own_lr, **group}
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
             if group["use_muon"]:
-                if "solver" in param_group and not own_eps and isinstance(group["solver"], Solver):
-                    group["eps"] = group["solver"].eps
                 self.check_group(group)
             else:
                 for key in self.defaults.keys() - ADAM_DEFAULTS.keys() - {"use_muon"} - param_group.keys():
                     del group[key]
-                check_adam_group(group)
+                check(group, ADAM_RULES)
             for name, param in named_params(group, len(self.param_groups) - 1):
                 check_param(name, param, group)
         except Exception:
             self.param_groups.pop()
             raise
+        self._rates.add(group)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,21 +183,22 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with_grad = [self._with_grad(number, group) for number, group in enumerate(self.param_groups)]
+        self._warn_once(self._rates.check(self.param_groups))
         plan = self._plan()
         with full_precision(*plan.device_types):
             for group, params in zip(self.param_groups, with_grad, strict=True):
                 if not group["use_muon"]:
                     adam_step(group, params, self.state)
             if plan.matrices:
-                number = 1 + max(group["step"] for group in self.param_groups if group["use_muon"])
-                for group in self.param_groups:
-                    if group["use_muon"]:
-                        group["step"] = number
+                muon_groups = [group for group in self.param_groups if group["use_muon"]]
+                number = 1 + max(group["step"] for group in muon_groups)
+                for group in muon_groups:
+                    group["step"] = number
                 if not self._exchanges:
                     self._exchanges = self._connections.exchanges(plan, self._placements())
                 with self.around_matrices():
                     messages = take_step(plan, self._exchanges, number)
-                self._warn_once(messages)
+                self._warn_once(*messages)
         return loss
 
     def _with_grad(self, number: int, group: dict[str, Any]) -> list[Tensor]:
@@ -195,8 +227,19 @@ class MatrixOptimizer(Optimizer):
             before = self._reported.items()
             self._reported = {name: row for name, row in before if sum(row) <= sum(counts.get(name, ()))}
             if plan.kinds and all(kind.choice.why for kind in plan.kinds):
-                logger.info("no matrix is cached; print(optimizer.explain()) tells why of each")
+                logger.info("no matrix is cached; print(optimizer.explain()) says why for each")
+            self._log_embeddings()
         return plan
+
+    def _log_embeddings(self) -> None:
+        """Log, once, matrices that nobody has routed and that look like embeddings or heads."""
+        if names := summary.suspects(self.param_groups).difference(self._warned):
+            self._warned |= names
+            logger.warning(
+                "Muon was given %s, by name or shape an embedding or an output head, which train better with "
+                "Adam: param_groups(model) gives them to Adam",
+                ", ".join(sorted(names)),
+            )
 
     def _placements(self) -> dict[int, Placement]:
         plan = self._plan()
@@ -208,13 +251,16 @@ class MatrixOptimizer(Optimizer):
         """Bring the counters up to date with what is still on its way to the host."""
         if self._made is not None:
             self._made.state = self.state
-            self._warn_once(self._made.learn())
+            self._warn_once(*self._made.learn())
 
-    def _warn_once(self, texts: list[str]) -> None:
+    def _warn_once(self, *texts: str) -> None:
         for text in texts:
-            if text not in self._warned:
+            if text and text not in self._warned:
                 self._warned.add(text)
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _learning_rates(self) -> list[float]:
+        return [float(learning_rate(group)) for group in self.param_groups]
 
     def cache_stats(self) -> dict[str, Any]:
         """What was done so far: see `report.summary.cache_stats`."""
@@ -232,13 +278,13 @@ class MatrixOptimizer(Optimizer):
         self._learn()
         plan, before = self._plan(), self._reported
         self._reported = summary.counted(plan)
-        found = summary.metrics(plan, self._placements(), before)
+        found = summary.metrics(plan, self._placements(), before, self._learning_rates())
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
     def explain(self) -> summary.Explanation:
         """Where each parameter went and why, and what its cache did: see `report.summary.explain`."""
         self._learn()
-        return summary.explain(self._plan(), self._placements())
+        return summary.explain(self._plan(), self._placements(), self._learning_rates())
 
     def state_dict(self) -> StateDict:
         """The state. Solvers, which `weights_only=True` would not load, are written as their text."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..cache.gns import CacheGNS, check_gate
-from ..distributed.placement import EXCHANGES
 from ..engine.break_even import LEAST, saving
 from ..engine.gated import Gated
 from ..engine.kinds import Choice, Prices
@@ -24,11 +23,8 @@ from ..newton_schulz.solvers import GramNS, cheaper
 from ..newton_schulz.workspace import hit_bytes, solve_bytes
 from ..report.counters import UNCACHED
 from ..routing.layout import MatrixView
-from .base import MatrixOptimizer
-from .settings import check_cache_storage, check_one_of, shorthand
-
-GATES = ("schedule", "residual")
-"""How it is decided whether a transform is reused: by the step's number, or by reading its residual."""
+from .base import MatrixOptimizer, arguments
+from .settings import CACHE_RULES, check, check_cache_dtype
 
 
 class CacheMuon(MatrixOptimizer):
@@ -39,30 +35,26 @@ class CacheMuon(MatrixOptimizer):
     solved again every `max_age + 1` steps; the solves of different matrices fall on different steps. No step
     reads from the device. `CacheMuon.paper` is the paper's own algorithm.
 
-    Arguments that torch.optim.Muon has too keep torch's meanings and defaults. The others:
+    Settings that torch.optim.Muon has too keep its meanings and defaults. The others:
 
-    - `max_age`: for how many steps a transform is reused. With 0 a group is never cached.
+    - `max_age`: the number of steps that a transform is reused. With 0 a group is never cached.
     - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1, and its
-    matrix is
-      solved fresh for the next 32 steps, after the next such residual for 64, up to 1,024.
+      matrix is solved fresh for the next 32 steps; after the next such residual for 64, up to 1,024.
     - `clip`: the fraction of the rows whose directions may be cut; None: an eighth, more for small matrices.
-    - `max_norm`: the spectral norm that a cached direction is shortened to where it is longer; None: no
-    limit.
-    - `gate`: "schedule", or "residual": measure each cached direction, read its residual on the host, and
-    solve
-      again where it is above gamma (Algorithms A.4 and A.5). `max_age=None` then means no limit.
+    - `max_norm`: the spectral norm that a longer cached direction is shortened to; None: no limit.
+    - `gate`: "schedule"; or "residual", which measures each cached direction, reads its residual on the host,
+      and solves again where it is above gamma (Algorithms A.4 and A.5). `max_age=None` is then no limit.
     - `probe`: "sketch" estimates the residual from `vectors` random vectors drawn from `seed`; "exact"
-    computes
-      it, and goes with `clip=0`.
-    - `cache_all`: cache every matrix, even where a fresh solve is faster. `min_rows`: never cache a matrix
-    whose
-      smaller side is below it.
-    - `cache_dtype`: `torch.float16` keeps transforms in half the bytes (docs/memory.md).
+      computes it, and goes with `clip=0`.
+    - `cache_all`: cache every matrix, even where a fresh solve is faster.
+    - `min_rows`: never cache a matrix whose smaller side is below it.
+    - `cache_dtype`: `torch.float16` stores transforms in half the bytes (docs/memory.md).
+    - `solver`: a GramNS, or the name of a schedule: "gram", "polar_express", "jordan".
     - `process_group`: the ranks that have copies of plain parameters, as under DistributedDataParallel.
-    Sharded
-      parameters (FSDP2, tensor parallel) are recognized. Each matrix has one owner rank, which solves for it.
+      Sharded parameters (FSDP2, tensor parallel) are recognized. Each matrix has one owner rank, which solves
+      for it.
     - `exchange`: what owners send to ranks with copies: "transforms", which all ranks apply, or "directions",
-      which takes fewer FLOPs and more bytes; None: directions from 4 ranks on (docs/distributed.md).
+      which takes fewer FLOPs and more bytes; None: directions from 4 ranks on (docs/multi-gpu.md).
 
     >>> import torch
     >>> W = torch.nn.Parameter(torch.zeros(256, 384))
@@ -104,37 +96,12 @@ class CacheMuon(MatrixOptimizer):
         cache_all: bool = False,
         min_rows: int = 0,
         cache_dtype: torch.dtype | None = None,
-        solver: GramNS | None = None,
+        solver: GramNS | str | None = None,
         max_workspace_bytes: int | None = None,
         process_group: Any = None,
         exchange: str | None = None,
     ) -> None:
-        if ns_coefficients is not None or ns_steps is not None:
-            solver = self._solver_of(shorthand(ns_coefficients, ns_steps, solver))
-        super().__init__(
-            params,
-            GramNS() if solver is None else solver,
-            eps,
-            process_group,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            adjust_lr_fn=adjust_lr_fn,
-            gamma=gamma,
-            probe=probe,
-            vectors=vectors,
-            max_age=max_age,
-            clip=clip,
-            max_norm=max_norm,
-            seed=seed,
-            gate=gate,
-            cache_all=cache_all,
-            min_rows=min_rows,
-            cache_dtype=cache_dtype,
-            max_workspace_bytes=max_workspace_bytes,
-            exchange=exchange,
-        )
+        super().__init__(params, arguments(locals()))
 
     @classmethod
     def paper(cls, params: ParamsT, lr: float | Tensor = 1e-3, gamma: float = 5.0, **settings: Any) -> Self:
@@ -143,24 +110,26 @@ class CacheMuon(MatrixOptimizer):
         `settings` are those of Muon, with the paper's defaults: an average without Nesterov's step, a
         `weight_decay` of 1e-4, an `adjust_lr_fn` of "none". A `gamma` of 0 makes it GramMuon.
         """
-        added = {"probe", "vectors", "max_age", "clip", "max_norm", "seed", "gate", "cache_all"}
-        added |= {"min_rows", "cache_dtype"}
-        if taken := sorted(added.intersection(settings)):
+        fixed: dict[str, Any] = {
+            "gate": "residual",
+            "probe": "exact",
+            "max_age": None,
+            "clip": 0.0,
+            "cache_all": True,
+        }
+        added = fixed.keys() | {"vectors", "max_norm", "seed", "min_rows", "cache_dtype"}
+        if taken := sorted(added & settings.keys()):
             raise ValueError(f"CacheMuon.paper takes no {', '.join(taken)}: the paper's algorithm has none")
         settings = {"weight_decay": 1e-4, "nesterov": False, "adjust_lr_fn": "none", **settings}
-        settings |= {"gate": "residual", "probe": "exact", "max_age": None, "clip": 0.0, "cache_all": True}
-        return cls(params, lr=lr, gamma=gamma, **settings)
+        return cls(params, lr=lr, gamma=gamma, **settings, **fixed)
 
     def choose(self, group: dict[str, Any], param: Tensor, view: MatrixView, count: int) -> Choice:
         """A matrix is cached where that pays for its shape, number and device."""
         solver, (n, m) = group["solver"], view.wide
         cache, cost = cache_of(group), cost_of(group, param, view)
         dtype, size = solver.precision(param), computed_in(param.dtype).itemsize
-        cheapest, paper, room = (
-            cheaper(solver, n, m, dtype),
-            paper_cost(solver, n, m),
-            solve_bytes(n, m, size),
-        )
+        cheapest, paper = cheaper(solver, n, m, dtype), paper_cost(solver, n, m)
+        room = solve_bytes(n, m, size)
         executed, by_paper = ({one: model.price_of(one) for one in OUTCOMES} for model in (cost, paper))
         copy = {one: cost.price_of_copy(one) for one in OUTCOMES}
         prices = Prices(executed, by_paper, copy, cost.baseline, cost.transform)
@@ -178,24 +147,16 @@ class CacheMuon(MatrixOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a Muon group that are out of range."""
         super().check_group(group)
+        check(group, CACHE_RULES)
         check_gate(group["gamma"], group["max_age"])
-        if not isinstance(group["solver"], GramNS):
-            raise ValueError(f"solver must be a GramNS, which yields a transform, got {group['solver']!r}")
-        for name in ("seed", "min_rows"):
-            if not (isinstance(group[name], int) and (name == "seed" or group[name] >= 0)):
-                allowed = "an integer" if name == "seed" else "an integer >= 0"
-                raise ValueError(f"{name} must be {allowed}, got {group[name]!r}")
-        check_one_of("gate", group["gate"], GATES)
-        check_one_of("exchange", group["exchange"], (*EXCHANGES, None))
-        if not isinstance(group["cache_all"], bool):
-            raise ValueError(f"cache_all must be True or False, got {group['cache_all']!r}")
         if group["gate"] == "schedule" and group["max_age"] is None:
             raise ValueError("max_age must be an integer >= 0 with gate='schedule', got None")
-        cache_of(group)
-        check_cache_storage(group)
+        cache_of(group)  # checks its own settings
+        check_cache_dtype(group)
 
-    def _solver_of(self, schedule: Schedule) -> GramNS:
-        return GramNS(schedule)
+    def solver_of(self, schedule: Schedule | None) -> GramNS:
+        """A GramNS with a schedule."""
+        return GramNS() if schedule is None else GramNS(schedule)
 
 
 def cache_of(group: dict[str, Any]) -> CacheGNS:
@@ -219,7 +180,7 @@ def cost_of(group: dict[str, Any], param: Tensor, view: MatrixView) -> ExecutedC
 
 
 def _why_not_cached(group: dict[str, Any], cost: ExecutedCost, count: int, device: str) -> str:
-    """Why matrices of one kind are never cached; empty if they are."""
+    """Why matrices of one kind are not cached; empty if they are."""
     if group["max_age"] == 0:
         return "max_age=0"
     if cost.n < group["min_rows"]:
@@ -229,4 +190,6 @@ def _why_not_cached(group: dict[str, Any], cost: ExecutedCost, count: int, devic
     saved = saving(cost, group["max_age"], count, device)
     if saved >= LEAST:
         return ""
-    return "a fresh solve is faster" if saved <= 0 else f"too small to pay, would save {saved:.0%} of a step"
+    return (
+        "a fresh solve is faster" if saved <= 0 else f"too small to pay (it would save {saved:.0%} of a step)"
+    )

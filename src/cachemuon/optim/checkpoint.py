@@ -15,13 +15,7 @@ from ..distributed.state import sharded_as
 from ..routing.layout import named_params
 from .adam import laid_out_as
 from .import_state import convert
-from .settings import (
-    check_adam_group,
-    check_entries,
-    check_form,
-    check_param,
-    check_step,
-)
+from .settings import ADAM_RULES, check, check_entries, check_form, check_param
 
 if TYPE_CHECKING:
     from .base import MatrixOptimizer
@@ -115,9 +109,8 @@ def _check_saved(optimizer: MatrixOptimizer, saved: StateDict) -> None:
                 f"use_muon of param_groups[{index}] must be the same in a saved state, got {got}"
             )
         if not group["use_muon"]:
-            check_adam_group(group)
+            check(group, ADAM_RULES)
         else:
-            check_step(group)
             optimizer.check_group(group)
         for key, (name, param) in zip(old["params"], named_params(live, index), strict=False):
             check_param(name, param, group)

@@ -31,13 +31,15 @@ class ForeignFormat:
     sums: bool = False
 
 
+ADAM = "torch.optim.Adam"
+
 FOREIGN_FORMATS = (
     ForeignFormat("timm's Muon", frozenset({"conv_mode"})),
     ForeignFormat("torch.optim.Muon", frozenset({"ns_coefficients", "adjust_lr_fn"})),
     ForeignFormat("pytorch_optimizer's Muon", frozenset({"use_muon", "weight_decouple"})),
     ForeignFormat("Moonlight's Muon", frozenset({"wd", "adamw_betas"}), sums=True),
     ForeignFormat("dion's Muon", frozenset({"mu", "algorithm"}), sums=True),
-    ForeignFormat("torch.optim.Adam", frozenset({"betas", "amsgrad"})),
+    ForeignFormat(ADAM, frozenset({"betas", "amsgrad"})),
     ForeignFormat("Keller Jordan's Muon", frozenset({"momentum", "weight_decay"}), frozenset({"nesterov"})),
     ForeignFormat("Keller Jordan's Muon", frozenset({"betas", "use_muon"})),
 )
@@ -68,6 +70,12 @@ def convert(state_dict: StateDict, live: Sequence[dict[str, Any]]) -> tuple[Stat
     if all("use_muon" in group and _OURS & group.keys() for group in saved):
         return state_dict, ""
     peers = [format_of(group) for group in saved]
+    if any(group["use_muon"] for group in live) and {peer.name for peer in peers} == {ADAM}:
+        raise ValueError(
+            f"state_dict is of {ADAM} or AdamW: Adam trained the matrices that Muon trains here, and its "
+            f"moments are no momentum, so a new optimizer must start for them. Load the model's weights "
+            f"without this state, and choose the learning rate as for a new training (docs/learning-rate.md)"
+        )
     sizes, wanted = ([len(group["params"]) for group in groups] for groups in (saved, live))
     if sizes != wanted and (len(sizes) > 1 or sizes != [sum(wanted)]):
         raise ValueError(
@@ -126,8 +134,8 @@ def _entries(
     if found.keys() != needed:
         raise ValueError(
             f"{name}: with use_muon={group['use_muon']} its state must be {sorted(needed)}, got "
-            f"{sorted(found)} of {peer.name}: put each parameter into a group of the algorithm it had, in "
-            f"the same order"
+            f"{sorted(found)} of {peer.name}. Give each parameter to the algorithm that trained it there "
+            f"(use_muon=True or False), in the same order; or load no state, and start a new optimizer"
         )
     if group["use_muon"] and peer.sums:
         momentum = other["mu"] if "mu" in other else other["momentum"]

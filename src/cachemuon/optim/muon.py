@@ -15,13 +15,12 @@ from ..engine.schedule import Life
 from ..flops import ExecutedCost, executed_by, paper_cost
 from ..newton_schulz.normalize import computed_in
 from ..newton_schulz.products import panels
-from ..newton_schulz.schedules import Schedule
+from ..newton_schulz.schedules import GRAM, Schedule
 from ..newton_schulz.solvers import AutoNS, GramNS, Solver, StandardNS
 from ..newton_schulz.workspace import solve_bytes
 from ..report.counters import FRESH
 from ..routing.layout import MatrixView
-from .base import MatrixOptimizer
-from .settings import shorthand
+from .base import MatrixOptimizer, arguments
 
 
 class Muon(MatrixOptimizer):
@@ -30,10 +29,11 @@ class Muon(MatrixOptimizer):
     For a matrix W with gradient G: `M <- momentum M + (1 - momentum) G`, `U = momentum M + (1 - momentum) G`
     (without `nesterov`: M), `D = solver(U)`, `W <- (1 - lr weight_decay) W - lr ratio D`; the ratio is
     `sqrt(max(1, rows / cols))` unless `adjust_lr_fn` says otherwise. Settings and defaults are those of
-    torch.optim.Muon, but for the solver: `solver=GramNS()` is the paper's GramMuon,
-    `solver=StandardNS(POLAR_EXPRESS)` its PolarExpMuon, the default the cheaper of the two for each shape,
-    `solver=StandardNS(QUINTIC)` is torch's. docs/optimizers.md has every setting. Among the ranks of a
-    `process_group`, or of sharded parameters, each matrix has an owner that solves for it.
+    torch.optim.Muon, but for the solver: `solver=GramNS()`, or "gram", is the paper's GramMuon,
+    `solver=StandardNS(POLAR_EXPRESS)`, or "polar_express", its PolarExpMuon, `solver=StandardNS(QUINTIC)`, or
+    "jordan", torch's, and the default the cheapest for each shape. docs/optimizers.md has every setting.
+    Among the ranks of a `process_group`, or of sharded parameters, each matrix has an owner that solves for
+    it.
 
     >>> import torch
     >>> from cachemuon import ExactPolar
@@ -57,24 +57,11 @@ class Muon(MatrixOptimizer):
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
         *,
-        solver: Solver | None = None,
+        solver: Solver | str | None = None,
         max_workspace_bytes: int | None = None,
         process_group: Any = None,
     ) -> None:
-        if ns_coefficients is not None or ns_steps is not None:
-            solver = self._solver_of(shorthand(ns_coefficients, ns_steps, solver))
-        super().__init__(
-            params,
-            AutoNS() if solver is None else solver,
-            eps,
-            process_group,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            adjust_lr_fn=adjust_lr_fn,
-            max_workspace_bytes=max_workspace_bytes,
-        )
+        super().__init__(params, arguments(locals()))
 
     def choose(self, group: dict[str, Any], param: Tensor, view: MatrixView, count: int) -> Choice:
         """Every matrix is solved at every step."""
@@ -84,8 +71,9 @@ class Muon(MatrixOptimizer):
         prices = Prices({"fresh": fresh}, {"fresh": paper}, {}, fresh)
         return Choice(Fresh(solver), Life(always=FRESH), solve_bytes(n, m, size), prices)
 
-    def _solver_of(self, schedule: Schedule) -> StandardNS:
-        return StandardNS(schedule)
+    def solver_of(self, schedule: Schedule | None) -> Solver:
+        """A StandardNS with a schedule, but GramNS with GramMuon's; without one AutoNS."""
+        return AutoNS() if schedule is None else (GramNS if schedule is GRAM else StandardNS)(schedule)
 
 
 def solver_prices(solver: Solver, n: int, m: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 OUTCOMES = ("hit", "first", "expired", "rejected", "bounded", "uncached", "fresh", "non-finite")
 """What can happen to a matrix at a step.
@@ -88,31 +87,6 @@ def last_event(counters: Sequence[int], residuals: Sequence[float], step: int) -
     >>> last_event([0, 1, 0, 0, 0, 0, 0, 0, 5, FIRST, 0, 0], [math.nan, 0.3], step=5)
     Event(outcome='first', residual=nan, refresh_residual=0.3, age=0)
     """
-    code = counters[LAST]
+    code, made = counters[LAST], counters[MADE]
     probed = residuals[PROBED] if code in (HIT, REJECTED, BOUNDED) else math.nan
-    return Event(OUTCOMES[code], probed, residuals[REFRESHED], age_at(counters, step) or 0)
-
-
-def age_at(counters: Sequence[int], step: int) -> int | None:
-    """How many steps ago the transform was made; None without one."""
-    return None if counters[MADE] == NEVER else step - counters[MADE]
-
-
-def outcome_counts(counters: Sequence[int]) -> dict[str, int]:
-    """The counters as a mapping from outcome to how often it happened."""
-    return dict(zip(OUTCOMES, counters, strict=False))
-
-
-def summary(counters: Sequence[int], residuals: Sequence[float], step: int) -> dict[str, Any]:
-    """One matrix's entry of `cache_stats()["matrices"]`."""
-    outcomes = outcome_counts(counters)
-    misses = {reason: number for reason, number in outcomes.items() if reason != "hit"}
-    return {
-        "calls": sum(outcomes.values()),
-        "hits": outcomes["hit"],
-        "misses": misses,
-        "residual": residuals[PROBED],
-        "refresh_residual": residuals[REFRESHED],
-        "age": age_at(counters, step),
-        "last": None if counters[LAST] < 0 else OUTCOMES[counters[LAST]],
-    }
+    return Event(OUTCOMES[code], probed, residuals[REFRESHED], 0 if made == NEVER else step - made)

@@ -4,59 +4,110 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
+from torch import distributed as dist
 
 from ..distributed.placement import Placement
 from ..engine.bucket import Matrix
-from ..engine.kinds import Prices
+from ..engine.kinds import Choice
 from ..engine.plan import Plan
 from ..routing.layout import named_params, number_name
-from .counters import (
-    LAST,
-    MADE,
-    NEVER,
-    OUTCOMES,
-    REFRESHES,
-    UNTIL,
-    Event,
-    age_at,
-    last_event,
-    outcome_counts,
-    summary,
-)
+from ..routing.names import looks_like_embedding_or_head
+from .counters import LAST, MADE, NEVER, OUTCOMES, PROBED, REFRESHED, REFRESHES, UNTIL, Event, last_event
 
 Placements = Mapping[int, Placement]
+Group = dict[str, Any]
 Counts = dict[str, list[int]]
 """How often each outcome was, for each matrix by name."""
 
 
-class MatrixReport(NamedTuple):
-    """One matrix by its name, with its counters and residuals."""
+@dataclass(frozen=True)
+class MatrixReport:
+    """One matrix by its name: its counters and residuals, and what is known for pricing them.
+
+    `placement` is that of a matrix that several ranks share.
+    """
 
     name: str
     matrix: Matrix
+    choice: Choice
+    placement: Placement | None
     counters: list[int]
     residuals: list[float]
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How often each outcome was."""
+        return Counter(dict(zip(OUTCOMES, self.counters, strict=False)))
+
+    @property
+    def age(self) -> int | None:
+        """How many steps ago the transform was made; None without one."""
+        return None if self.counters[MADE] == NEVER else self.matrix.group["step"] - self.counters[MADE]
+
+    @property
+    def event(self) -> Event | None:
+        """The last outcome; None before the first step."""
+        step = self.matrix.group["step"]
+        return None if self.counters[LAST] < 0 else last_event(self.counters, self.residuals, step)
+
+    @property
+    def copies(self) -> int:
+        """How many other ranks work on the matrix: all of those that apply its owner's transforms."""
+        return len(self.placement.ranks) - 1 if self.placement and self.placement.replicated else 0
+
+    def spent(self, outcomes: Mapping[str, int]) -> int:
+        """The FLOPs of such outcomes, by all ranks."""
+        return self._by_owner(outcomes) + self.copies * _price(self.choice.prices.copy, outcomes)
+
+    def spent_here(self, outcomes: Mapping[str, int]) -> int:
+        """The FLOPs of such outcomes, by this rank."""
+        if self.placement is None or self.placement.owned:
+            return self._by_owner(outcomes)
+        return _price(self.choice.prices.copy, outcomes) if self.copies else 0
+
+    def _by_owner(self, outcomes: Mapping[str, int]) -> int:
+        """It makes a transform for other ranks also while the cache is suspended."""
+        prices = self.choice.prices
+        return _price(prices.executed | ({"uncached": prices.transform} if self.copies else {}), outcomes)
+
+    def fresh(self, outcomes: Mapping[str, int]) -> int:
+        """The FLOPs of the cheapest fresh solves instead, by as many ranks as work on the matrix."""
+        steps = sum(outcomes.values()) - outcomes.get("non-finite", 0)
+        return steps * self.choice.prices.solve * (1 + self.copies)
+
+    @property
+    def cache(self) -> str:
+        """What its cache is doing, in words."""
+        if self.choice.why:
+            return f"not cached: {self.choice.why}"
+        if self.choice.orthogonalizer.entry is None:
+            return "solved at every step"
+        if self.counters[UNTIL] > self.matrix.group["step"]:
+            return f"suspended until step {self.counters[UNTIL]}: its residual was above gamma"
+        return "no transform yet" if self.age is None else f"transform of age {self.age}"
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter: where it went and why, what a step costs there, and what the cache did.
+    """One parameter: where it went and why, its learning rate, what a step costs, and what the cache did.
 
     `solve` are the FLOPs of a fresh solve of its matrices, `hits` the share of its steps that reused a
-    transform, `saved` the share of fresh solves' FLOPs that was not spent; NaN where there is nothing to tell
-    yet.
+    transform, `saved` the share of the FLOPs of fresh solves that was not spent, where the ranks that work on
+    a matrix are the same for both. NaN where nothing is known yet.
     """
 
     name: str
     shape: tuple[int, ...]
     to: str
     why: str
+    lr: float
     solve: int = 0
     hits: float = math.nan
     saved: float = math.nan
@@ -65,23 +116,26 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns: a row for each parameter; as text, a table of them."""
+    """What `explain` returns: a row for each parameter, and notes on all; as text, a table of them."""
 
     rows: tuple[ParameterRow, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        cells = [["name", "shape", "to", "why", "solve", "hits", "saved", "cache"]]
+        cells = [["name", "shape", "to", "why", "lr", "solve", "hits", "saved", "cache"]]
         for row in self.rows:
             solve = _flops(row.solve) if row.solve else "-"
             shares = [f"{share:.0%}" if math.isfinite(share) else "-" for share in (row.hits, row.saved)]
-            cells.append([row.name, str(row.shape), row.to, row.why, solve, *shares, row.cache])
+            cells.append(
+                [row.name, str(row.shape), row.to, row.why, f"{row.lr:.3g}", solve, *shares, row.cache]
+            )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        sides = "<<<<>>><"
+        sides = "<<<<>>>><"
         lines = (
             "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
             for row in cells
         )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes])
 
 
 def cache_stats(plan: Plan, placements: Placements, bytes_sent: Iterable[Counter[str]]) -> dict[str, Any]:
@@ -94,30 +148,34 @@ def cache_stats(plan: Plan, placements: Placements, bytes_sent: Iterable[Counter
     Waits for the last step, but not for other ranks: all of them know all outcomes.
     """
     matrices: dict[str, dict[str, Any]] = {}
-    totals = {"calls": 0, "hits": 0, "misses": 0, "flops": 0, "flops_here": 0, "flops_paper": 0}
-    for one in _reports(plan):
-        outcomes = outcome_counts(one.counters)
-        entry = summary(one.counters, one.residuals, one.matrix.group["step"])
-        prices = plan.choices[one.matrix.number].prices
-        entry["flops"] = _spent(prices, outcomes, placements.get(one.matrix.number))
-        entry["flops_here"] = _spent_here(prices, outcomes, placements.get(one.matrix.number))
-        entry["flops_paper"] = _price(prices.paper, outcomes)
-        matrices[one.name] = entry
-        for key in totals.keys() - {"misses"}:
-            totals[key] += entry[key]
-        totals["misses"] += sum(entry["misses"].values())
-    hit_rate = totals["hits"] / totals["calls"] if totals["calls"] else math.nan
-    sent = sum(bytes_sent, Counter[str]())
-    return {**totals, "hit_rate": hit_rate, "bytes_sent": dict(sent), "matrices": matrices}
+    for one in _reports(plan, placements):
+        misses = dict(one.outcomes)
+        matrices[one.name] = {
+            "calls": one.outcomes.total(),
+            "hits": misses.pop("hit"),
+            "misses": misses,
+            "residual": one.residuals[PROBED],
+            "refresh_residual": one.residuals[REFRESHED],
+            "age": one.age,
+            "last": None if one.event is None else one.event.outcome,
+            "flops": one.spent(one.outcomes),
+            "flops_here": one.spent_here(one.outcomes),
+            "flops_paper": _price(one.choice.prices.paper, one.outcomes),
+        }
+    sums = ("calls", "hits", "flops", "flops_here", "flops_paper")
+    totals = {key: sum(entry[key] for entry in matrices.values()) for key in sums}
+    return {
+        **totals,
+        "misses": totals["calls"] - totals["hits"],
+        "hit_rate": _share(totals["hits"], totals["calls"]),
+        "bytes_sent": dict(sum(bytes_sent, Counter[str]())),
+        "matrices": matrices,
+    }
 
 
 def events(plan: Plan) -> dict[str, Event]:
     """The last outcome of each matrix that was stepped, by name."""
-    return {
-        one.name: last_event(one.counters, one.residuals, one.matrix.group["step"])
-        for one in _reports(plan)
-        if one.counters[LAST] >= 0
-    }
+    return {one.name: one.event for one in _reports(plan) if one.event is not None}
 
 
 def counted(plan: Plan) -> Counts:
@@ -125,15 +183,16 @@ def counted(plan: Plan) -> Counts:
     return {one.name: one.counters[: len(OUTCOMES)] for one in _reports(plan)}
 
 
-def metrics(plan: Plan, placements: Placements, before: Counts) -> dict[str, float]:
+def metrics(plan: Plan, placements: Placements, before: Counts, rates: Sequence[float]) -> dict[str, float]:
     """Numbers for a log, always under the same names: since `before`, and of the last step.
 
     Since the last call of `metrics` (or since the optimizer was made, or its state loaded): `calls`, one
     for each matrix and step; `hit_rate`, and the shares of calls that were `refreshed` (a new transform),
     `rejected` (of these, for their residual), `bounded`, `uncached` and `non_finite`; `flops`: products
-    executed, by all ranks; `flops_saved`: the share of the cheapest fresh solves' FLOPs that was not spent.
-    Of the last step: `last/hit_rate`; `last/residual`, the median of the cached directions', and
-    `last/residual_max`; `last/age`, the mean of the transforms'. NaN where there is nothing to tell.
+    executed, by all ranks; `flops_saved`: the share of the FLOPs of fresh solves, by the same ranks, that was
+    not spent. Of the last step: `last/hit_rate`; `last/residual`, the median of the cached directions', and
+    `last/residual_max`; `last/age`, the mean of the transforms'. The learning rates now: `lr` and `lr_adam`,
+    the highest of Muon's groups and of Adam's. NaN where nothing is known.
 
     >>> import torch
     >>> from cachemuon import CacheMuon
@@ -143,135 +202,123 @@ def metrics(plan: Plan, placements: Placements, before: Counts) -> dict[str, flo
     ...     W.grad = torch.eye(256, 384)
     ...     optimizer.step()
     >>> found = optimizer.metrics()
-    >>> found["muon/calls"], found["muon/hit_rate"], found["muon/last/age"]
-    (4.0, 0.75, 3.0)
+    >>> found["muon/calls"], found["muon/hit_rate"], found["muon/last/age"], found["muon/lr"]
+    (4.0, 0.75, 3.0, 0.01)
     >>> optimizer.metrics()["muon/calls"]
     0.0
     """
+    reports = list(_reports(plan, placements))
     outcomes: Counter[str] = Counter()
-    spent, fresh = 0, 0
-    last: list[Event] = []
-    ages = []
-    for one in _reports(plan):
-        new = Counter(outcome_counts(one.counters))
-        new.subtract(outcome_counts(before.get(one.name, ())))
+    spent = fresh = 0
+    for one in reports:
+        new = one.outcomes
+        new.subtract(dict(zip(OUTCOMES, before.get(one.name, ()), strict=False)))
         outcomes.update(new)
-        prices = plan.choices[one.matrix.number].prices
-        spent += _spent(prices, new, placements.get(one.matrix.number))
-        fresh += _fresh(prices, new)
-        step = one.matrix.group["step"]
-        if one.counters[LAST] >= 0:
-            last.append(last_event(one.counters, one.residuals, step))
-        if one.counters[MADE] != NEVER:
-            ages.append(age_at(one.counters, step) or 0)
-    calls = outcomes.total()
+        spent, fresh = spent + one.spent(new), fresh + one.fresh(new)
+    last = [one.event for one in reports if one.event is not None]
     probed = [event.residual for event in last if math.isfinite(event.residual)]
+    ages = [one.age for one in reports if one.age is not None]
+    highest = dict.fromkeys((True, False), math.nan)
+    for group, rate in zip(plan.groups, rates, strict=True):
+        highest[group["use_muon"]] = max(rate, highest[group["use_muon"]])
+    calls = outcomes.total()
+    outcomes["refreshed"] = sum(outcomes[OUTCOMES[code]] for code in REFRESHES)
+    shares = {"hit_rate": "hit", "refreshed": "refreshed", "rejected": "rejected", "bounded": "bounded"}
+    shares |= {"uncached": "uncached", "non_finite": "non-finite"}
     return {
         "calls": calls,
-        "hit_rate": _share(outcomes["hit"], calls),
-        "refreshed": _share(sum(outcomes[OUTCOMES[code]] for code in REFRESHES), calls),
-        "rejected": _share(outcomes["rejected"], calls),
-        "bounded": _share(outcomes["bounded"], calls),
-        "uncached": _share(outcomes["uncached"], calls),
-        "non_finite": _share(outcomes["non-finite"], calls),
+        **{name: _share(outcomes[outcome], calls) for name, outcome in shares.items()},
         "flops": spent,
         "flops_saved": 1 - _share(spent, fresh),
         "last/hit_rate": _share(sum(event.hit for event in last), len(last)),
         "last/residual": median(probed) if probed else math.nan,
         "last/residual_max": max(probed, default=math.nan),
         "last/age": fmean(ages) if ages else math.nan,
+        "lr": highest[True],
+        "lr_adam": highest[False],
     }
 
 
-def explain(plan: Plan, placements: Placements) -> Explanation:
-    """For each parameter where it went and why, what a step costs there, what the cache has saved, and, where
-    there is none, why. `print(optimizer.explain())` shows it; before the first step too.
+def explain(plan: Plan, placements: Placements, rates: Sequence[float]) -> Explanation:
+    """For each parameter where it went and why, its learning rate, what a step costs there, what the cache
+    has saved, or why there is none. `print(optimizer.explain())` shows it; before the first step too.
 
     >>> import torch
     >>> from cachemuon import CacheMuon
     >>> W = torch.nn.Parameter(torch.zeros(64, 64))
     >>> print(CacheMuon([("W", W)]).explain())
-    name  shape     to    why           solve  hits  saved  cache
-    W     (64, 64)  muon  as given  7.9 MFLOP     -      -  none: a fresh solve is faster
+    name  shape     to    why          lr      solve  hits  saved  cache
+    W     (64, 64)  muon  as given  0.001  7.9 MFLOP     -      -  not cached: a fresh solve is faster
     """
     known: dict[Tensor, list[MatrixReport]] = {}
-    for one in _reports(plan, unseen=True):
+    for one in _reports(plan, placements, unseen=True):
         known.setdefault(one.matrix.param, []).append(one)
-    rows = []
-    for number, group in enumerate(plan.groups):
+    found, rows = suspects(plan.groups), []
+    for number, (group, lr) in enumerate(zip(plan.groups, rates, strict=True)):
         reasons = group.get("reasons") or ["as given"] * len(group["params"])
         for (name, param), reason in zip(named_params(group, number), reasons, strict=True):
+            shape = tuple(param.shape)
             if not group["use_muon"]:
-                rows.append(ParameterRow(name, tuple(param.shape), "adam", reason))
+                rows.append(ParameterRow(name, shape, "adam", reason, lr))
             elif param.numel() == 0:
-                rows.append(ParameterRow(name, tuple(param.shape), "muon", reason, cache="empty"))
+                rows.append(ParameterRow(name, shape, "muon", reason, lr, cache="empty"))
             else:
-                rows.append(_row(plan, placements, name, reason, known[param]))
-    return Explanation(tuple(rows))
+                reason += ", looks like an embedding or head" if name in found else ""
+                rows.append(_row(name, shape, reason, lr, known[param]))
+    return Explanation(tuple(rows), tuple(_notes(plan)))
+
+
+def suspects(groups: list[Group]) -> set[str]:
+    """The names of Muon's matrices that look like embeddings or output heads, where the program made the
+    groups itself.
+    """
+    return {
+        name
+        for number, group in enumerate(groups)
+        for name, param in (named_params(group, number) if group["use_muon"] else ())
+        if not group.get("reasons") and looks_like_embedding_or_head(name, tuple(param.shape))
+    }
 
 
 def _row(
-    plan: Plan, placements: Placements, name: str, reason: str, reports: list[MatrixReport]
+    name: str, shape: tuple[int, ...], reason: str, lr: float, reports: list[MatrixReport]
 ) -> ParameterRow:
-    outcomes: Counter[str] = Counter()
-    solve = spent = fresh = 0
-    for one in reports:
-        found, prices = outcome_counts(one.counters), plan.choices[one.matrix.number].prices
-        outcomes.update(found)
-        solve += prices.solve
-        spent += _spent(prices, found, placements.get(one.matrix.number))
-        fresh += _fresh(prices, found)
-    states = Counter(_cache_state(plan, one) for one in reports)
-    texts = [text if len(states) == 1 else f"{number} {text}" for text, number in states.items()]
-    reason = reason if len(reports) == 1 else f"{reason}, {len(reports)} matrices"
-    hits = _share(outcomes["hit"], outcomes.total())
-    shape = tuple(reports[0].matrix.param.shape)
-    return ParameterRow(name, shape, "muon", reason, solve, hits, 1 - _share(spent, fresh), "; ".join(texts))
+    outcomes = sum((one.outcomes for one in reports), Counter[str]())
+    spent = sum(one.spent(one.outcomes) for one in reports)
+    fresh = sum(one.fresh(one.outcomes) for one in reports)
+    states = Counter(one.cache for one in reports)
+    return ParameterRow(
+        name,
+        shape,
+        "muon",
+        reason if len(reports) == 1 else f"{reason}, {len(reports)} matrices",
+        lr,
+        sum(one.choice.prices.solve for one in reports),
+        _share(outcomes["hit"], outcomes.total()),
+        1 - _share(spent, fresh),
+        "; ".join(text if len(states) == 1 else f"{number} {text}" for text, number in states.items()),
+    )
 
 
-def _cache_state(plan: Plan, one: MatrixReport) -> str:
-    choice, step = plan.choices[one.matrix.number], one.matrix.group["step"]
-    if choice.why:
-        return f"none: {choice.why}"
-    if choice.orthogonalizer.entry is None:
-        return "none: every step solves"
-    if one.counters[UNTIL] > step:
-        return f"solved fresh until step {one.counters[UNTIL]}: its residual was above gamma"
-    age = age_at(one.counters, step)
-    return "no transform yet" if age is None else f"transform of age {age}"
-
-
-def _spent(prices: Prices, outcomes: Mapping[str, int], placement: Placement | None) -> int:
-    """The FLOPs of such outcomes, by all ranks that share the matrix."""
-    spent = _spent_by_owner(prices, outcomes, placement)
-    if placement is not None and placement.replicated:
-        spent += (len(placement.ranks) - 1) * _price(prices.copy, outcomes)
-    return spent
-
-
-def _spent_here(prices: Prices, outcomes: Mapping[str, int], placement: Placement | None) -> int:
-    """The same by this rank."""
-    if placement is None or placement.owned:
-        return _spent_by_owner(prices, outcomes, placement)
-    return _price(prices.copy, outcomes) if placement.replicated else 0
-
-
-def _spent_by_owner(prices: Prices, outcomes: Mapping[str, int], placement: Placement | None) -> int:
-    """The same by its owner, which makes a transform for other ranks also while the cache is suspended."""
-    replicated = placement is not None and placement.replicated
-    return _price(prices.executed | ({"uncached": prices.transform} if replicated else {}), outcomes)
+def _notes(plan: Plan) -> Iterator[str]:
+    """How the ranks share the work."""
+    for number in sorted({len(kind.ranks) for kind in plan.kinds if kind.ranks}):
+        yield f"{number} ranks share the solves: one owner rank for each matrix"
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world > 1 and any(not kind.ranks for kind in plan.kinds):
+        yield (
+            f"{world} ranks, each solves all: if the model is under DistributedDataParallel, "
+            f"param_groups(ddp_model) or process_group= shares the solves"
+        )
 
 
 def _price(prices: Mapping[str, int], outcomes: Mapping[str, int]) -> int:
     return sum(count * prices.get(outcome, 0) for outcome, count in outcomes.items())
 
 
-def _fresh(prices: Prices, outcomes: Mapping[str, int]) -> int:
-    """The FLOPs of the cheapest fresh solves instead."""
-    return (sum(outcomes.values()) - outcomes.get("non-finite", 0)) * prices.solve
-
-
-def _reports(plan: Plan, *, unseen: bool = False) -> Iterator[MatrixReport]:
+def _reports(
+    plan: Plan, placements: Placements = MappingProxyType({}), *, unseen: bool = False
+) -> Iterator[MatrixReport]:
     """Every matrix that has been stepped; with `unseen`, all. A name that another one has already is
     replaced by the parameter's number.
     """
@@ -284,9 +331,9 @@ def _reports(plan: Plan, *, unseen: bool = False) -> Iterator[MatrixReport]:
     tables = plan.schedule.counters.tolist(), plan.schedule.residuals.tolist()
     for x, counters, residuals in zip(plan.matrices, *tables, strict=True):
         if unseen or "counters" in plan.state.get(x.param, {}):
-            name = names[x.param]
-            own = name if len(x.layout.views) == 1 else f"{name}[{x.index}]"
-            yield MatrixReport(own, x, counters, residuals)
+            name = names[x.param] if len(x.layout.views) == 1 else f"{names[x.param]}[{x.index}]"
+            placement = placements.get(x.number)
+            yield MatrixReport(name, x, plan.choices[x.number], placement, counters, residuals)
 
 
 def _share(part: float, whole: float) -> float:

@@ -14,11 +14,10 @@ from typing import Any
 from torch import nn
 
 from .layout import Split
+from .names import ADAM_SETTINGS, MUON_SETTINGS, OTHER_KEYS, misspelled
 from .rules import Choice, Overrides, Route, routes
 
 Settings = Mapping[str, Any]
-
-_OWN_KEYS = ("params", "param_names", "use_muon", "reasons", "view", "split", "transposed")
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -77,7 +76,10 @@ def param_groups(
     Muon, `adam` for all of Adam; `embeddings`, `heads` and `vectors` for these kinds alone, before `adam`.
     Vectors are biases, norms, gains, scalars and whatever is no layer's weight: they are not decayed, also
     where `adam` has a `weight_decay`; only `vectors=dict(weight_decay=...)` decays them. Kinds without
-    settings of their own share a group.
+    settings of their own share a group. `Muon` and `CacheMuon` have the settings.
+
+    With `lr_ratio` Adam's learning rate is that times the `lr` of its group, which is then the optimizer's:
+    `adam=dict(lr_ratio=0.1)` is right in a training loop that writes one learning rate into every group.
 
     Each group has `reasons`, in the order of its `params`. Weights that are read differently (a Conv1d's,
     one that is split, one that lies as (in, out)) are in Muon groups of their own. Under
@@ -95,8 +97,7 @@ def param_groups(
     """
     given = {"muon": muon, "adam": adam, "embeddings": embeddings, "heads": heads, "vectors": vectors}
     for argument, settings in given.items():
-        if taken := sorted(set(settings or ()).intersection(_OWN_KEYS)):
-            raise ValueError(f"{argument} must hold no key of {_OWN_KEYS}, got {taken}")
+        _check_known(argument, settings or {})
     kinds: dict[str, Settings | None] = {
         "embedding": embeddings,
         "head": heads,
@@ -134,6 +135,14 @@ def param_groups(
             stacklevel=2,
         )
     return groups
+
+
+def _check_known(argument: str, settings: Settings) -> None:
+    known = MUON_SETTINGS if argument == "muon" else ADAM_SETTINGS
+    for key in settings.keys() - known - OTHER_KEYS:
+        nearest = misspelled(key, known, cutoff=0.6)
+        hint = f"did you mean {nearest!r}?" if nearest else f"allowed are {', '.join(sorted(known))}"
+        raise ValueError(f"{argument} has no setting {key!r}: {hint}")
 
 
 def _reading(route: Route) -> dict[str, Any]:

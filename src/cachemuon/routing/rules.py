@@ -215,8 +215,13 @@ def _route(
 
 
 def _tied(sites: list[_Site]) -> str:
-    more = f" and {len(sites) - 2} more" if len(sites) > 2 else ""
-    return f", tied to {sites[1].name}{more}" if len(sites) > 1 else ""
+    """Which other modules have the parameter too. A module that is reached on two paths is still one."""
+    places: dict[tuple[int, str], str] = {}
+    for site in sites:
+        places.setdefault((id(site.owner), site.leaf), site.name)
+    _, *others = places.values()
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return f", tied to {others[0]}{more}" if others else ""
 
 
 def _rule(
