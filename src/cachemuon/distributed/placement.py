@@ -165,19 +165,22 @@ def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Plac
     found: dict[int, Placement] = {}
     for ranks, members in by_ranks.items():
         here = ranks.index(dist.get_rank() if rank is None else rank)
-        matrices = [(x, cache_of(kind.choice.orthogonalizer)) for kind in members for x in kind.matrices]
-        slices = [_slices(x.param, x.layout.views[x.index], ranks) for x, _ in matrices]
-        whole = [
-            [rank for rank, part in own.items() if part.size == prod(x.layout.views[x.index].shape)]
-            for (x, _), own in zip(matrices, slices, strict=True)
-        ]
-        # A rank that stores a whole matrix owns it, as of an expert.
-        owners = assign_owners([cost for kind in members for cost in _costs(kind)], whole, len(ranks))
         default = "directions" if len(ranks) >= FROM_RANKS else "transforms"
-        for (x, cache), own, copies, owner in zip(matrices, slices, whole, owners, strict=True):
-            exchange = x.group.get("exchange") or default
-            replicated = cache is not None and exchange == "transforms" and len(copies) == len(ranks)
-            found[x.number] = Placement(ranks, here, own, owner, replicated)
+        costs, choices, where = [], [], []
+        for kind in members:
+            choice, cache = kind.choice, cache_of(kind.choice.orthogonalizer)
+            scheduled = choice.refresh and choice.life.max_age is not None
+            for x, phase in zip(kind.matrices, kind.phases, strict=True):
+                view = x.layout.views[x.index]
+                slices = _slices(x.param, view, ranks)
+                whole = [rank for rank, part in slices.items() if part.size == prod(view.shape)]
+                by_transforms = cache is not None and (x.group.get("exchange") or default) == "transforms"
+                costs.append(OwnerCost(choice.every_step, choice.refresh, phase if scheduled else None))
+                choices.append(whole)  # a rank that stores all of a matrix owns it, as of an expert
+                where.append((x.number, slices, by_transforms and len(whole) == len(ranks)))
+        owners = assign_owners(costs, choices, len(ranks))
+        for (number, slices, replicated), owner in zip(where, owners, strict=True):
+            found[number] = Placement(ranks, here, slices, owner, replicated)
     return found
 
 
@@ -209,14 +212,6 @@ class OwnerCost(NamedTuple):
     step: int
     refresh: int
     refresh_slot: int | None = None
-
-
-def _costs(kind: Kind) -> list[OwnerCost]:
-    choice = kind.choice
-    scheduled = choice.refresh and choice.life.max_age is not None
-    return [
-        OwnerCost(choice.every_step, choice.refresh, phase if scheduled else None) for phase in kind.phases
-    ]
 
 
 def assign_owners(costs: Sequence[OwnerCost], choices: Sequence[Sequence[int]], ranks: int) -> list[int]:
