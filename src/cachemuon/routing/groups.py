@@ -1,8 +1,4 @@
-"""A model's parameters as groups for the optimizers, each parameter with the reason for its place.
-
-Muon is for hidden weight matrices. Embeddings, biases, norms and, unless asked otherwise, the output
-head go to Adam. `routing.py` has the rules; `print(param_groups(model))` shows what they gave.
-"""
+"""A model's parameters as groups for the optimizers, each with its reason: `print(param_groups(model))`."""
 
 from __future__ import annotations
 
@@ -21,9 +17,9 @@ Settings = Mapping[str, Any]
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Optimizer groups, and in `routes` the reason for each parameter's place.
+    """Optimizer groups, and in `routes` the place of each parameter with its reason.
 
-    The optimizers of this package leave the dicts as they are; torch's own fill their defaults into them.
+    The optimizers of this package do not write into the dicts; torch's own add their defaults.
 
     >>> param_groups(nn.Linear(3, 2)).routes[0].reason
     'matrix'
@@ -72,19 +68,17 @@ def param_groups(
 ) -> ParamGroups:
     """Groups for the optimizers of this package: Muon's first, then Adam's. Frozen parameters are in none.
 
-    `head`, `overrides`, `split` and `transposed` are those of `routes`. `muon` are settings for all groups of
-    Muon, `adam` for all of Adam; `embeddings`, `heads` and `vectors` for these kinds alone, before `adam`.
-    Vectors are biases, norms, gains, scalars and whatever is no layer's weight: they are not decayed, also
-    where `adam` has a `weight_decay`; only `vectors=dict(weight_decay=...)` decays them. Kinds without
-    settings of their own share a group. `Muon` and `CacheMuon` have the settings.
+    `head`, `overrides`, `split` and `transposed` are those of `routes`. `muon` has settings for Muon's
+    groups, `adam` for Adam's; `embeddings`, `heads` and `vectors` override `adam` for these kinds. Vectors
+    (biases, norms, gains, scalars, everything that is no layer's weight) are decayed only by
+    `vectors=dict(weight_decay=...)`. Kinds without their own settings share a group.
 
-    With `lr_ratio` Adam's learning rate is that times the `lr` of its group, which is then the optimizer's:
-    `adam=dict(lr_ratio=0.1)` is right in a training loop that writes one learning rate into every group.
+    `adam=dict(lr_ratio=0.1)` makes Adam's learning rate 0.1 times its group's `lr`, which then defaults to
+    the optimizer's: use it where a training loop writes one learning rate into every group.
 
-    Each group has `reasons`, in the order of its `params`. Weights that are read differently (a Conv1d's,
-    one that is split, one that lies as (in, out)) are in Muon groups of their own. Under
-    `DistributedDataParallel` Muon's groups know its `process_group`, and ranks share the work; what it was
-    told to ignore is each rank's own.
+    Each group has `reasons`, in the order of its `params`. Weights with another layout (of a Conv1d, split,
+    or stored as (in, out)) get separate Muon groups. Under `DistributedDataParallel` Muon's groups get its
+    `process_group`, so that ranks share the work, except for parameters that it ignores.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     >>> groups = param_groups(model, adam=dict(lr=2e-3), heads=dict(lr=1e-4))
@@ -103,34 +97,31 @@ def param_groups(
         "head": heads,
         "vector": {"weight_decay": 0.0, **(vectors or {})},
     }
-    replicas = _replicas(model)
     groups = ParamGroups()
+    groups.routes = routes(model, head=head, overrides=overrides, split=split, transposed=transposed)
+    params, replicas = dict(model.named_parameters()), _replicas(model)
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     key: tuple[Any, ...]
-    groups.routes = routes(model, head=head, overrides=overrides, split=split, transposed=transposed)
-    params = dict(model.named_parameters())
     for route in groups.routes:
         if route.use_muon is None:
             continue
-        group: dict[str, Any] = {"params": [], "use_muon": route.use_muon, "reasons": []}
         if route.use_muon:
             shared = replicas.get(route.name)
-            group |= (
-                _reading(route) | ({} if shared is None else {"process_group": shared}) | dict(muon or {})
-            )
+            own = {} if shared is None else {"process_group": shared}
+            settings = _layout_settings(route) | own | dict(muon or {})
             key = (0, route.view, route.split != 1, str(route.split), route.transposed, id(shared))
         else:
-            own = kinds.get(route.kind)
-            group |= {**(adam or {}), **(own or {})}
-            key = (1, route.kind if own else "")
-        group = found.setdefault(key, group)
+            kind = kinds.get(route.kind)
+            settings = {**(adam or {}), **(kind or {})}
+            key = (1, route.kind if kind else "")
+        group = found.setdefault(key, {"params": [], "use_muon": route.use_muon, "reasons": [], **settings})
         group["params"].append((route.name, params[route.name]))
         group["reasons"].append(route.reason)
     groups += [found[key] for key in sorted(found, key=lambda key: key[:5])]  # an id differs between ranks
     if groups and not any(group["use_muon"] for group in groups):
         warnings.warn(
-            f"Muon gets none of the {len(groups.routes)} parameters of this model, Adam all that are "
-            f"trained; print(param_groups(model)) shows why",
+            f"Muon gets none of the {len(groups.routes)} parameters of this model, Adam all trained ones; "
+            "print(param_groups(model)) shows why",
             UserWarning,
             stacklevel=2,
         )
@@ -145,8 +136,8 @@ def _check_known(argument: str, settings: Settings) -> None:
         raise ValueError(f"{argument} has no setting {key!r}: {hint}")
 
 
-def _reading(route: Route) -> dict[str, Any]:
-    """What a group must say for its weights to be read so."""
+def _layout_settings(route: Route) -> dict[str, Any]:
+    """The settings of a route's layout that are not the default."""
     usual = {"view": ("auto", None), "split": (1,), "transposed": (False,)}
     return {key: getattr(route, key) for key, values in usual.items() if getattr(route, key) not in values}
 
