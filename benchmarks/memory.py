@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheMuon, Muon, param_groups
 from cachemuon.engine.plan import Plan, kept_dtype
+from cachemuon.newton_schulz.normalize import computed_in
 from cachemuon.newton_schulz.workspace import solve_bytes
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.report.counters import COLUMNS, RESIDUALS
@@ -90,10 +92,9 @@ def state_bytes(optimizer: Optimizer) -> int:
     total += sum(param.nbytes for param in {x.param: None for x in plan.matrices})  # momentum
     for x in plan.matrices:
         total += 8 * (len(COLUMNS) + len(RESIDUALS))
-        orthogonalizer = plan.choices[x.number].orthogonalizer
-        if orthogonalizer.entry is not None:
-            rows, cols = orthogonalizer.kept_shape(*x.layout.views[x.index].wide)
-            total += rows * cols * kept_dtype(x).itemsize
+        entries = plan.choices[x.number].orthogonalizer.entries(*x.layout.views[x.index].sides)
+        for shape, compact in entries.values():
+            total += prod(shape) * (kept_dtype(x) if compact else computed_in(x.param.dtype)).itemsize
     return total
 
 

@@ -35,7 +35,7 @@ from cachemuon import CANS, CUBIC5, DEEPSEEK_V4, GRAM, QUINTIC, GramNS, Standard
 from cachemuon.flops import ExecutedCost
 from cachemuon.newton_schulz import products
 from cachemuon.newton_schulz.normalize import widen
-from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.newton_schulz.products import Workspace
 
 Restarts = tuple[int, ...]
 RESTARTS: tuple[Restarts, ...] = ((), (1,), (2,), (3,), (4,), (2, 3), (2, 4))

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from cachemuon import CacheGNS, GramNS
 from cachemuon.distributed.placement import OwnerCost, assign_owners
-from cachemuon.engine.kinds import spread
+from cachemuon.engine.bucket import spread
 from cachemuon.flops import GPT2_LARGE, ExecutedCost, executed_by
 from cachemuon_lab import drawing
 from cachemuon_lab.performance import Cells, renew

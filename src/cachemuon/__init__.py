@@ -2,7 +2,7 @@
 
 from . import flops, theory
 from .cache.gns import CacheGNS
-from .cache.residual import exact_residual, sketched_residual
+from .cache.reuse import exact_residual, sketched_residual
 from .newton_schulz.normalize import normalize
 from .newton_schulz.schedules import (
     CANS,

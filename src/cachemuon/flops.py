@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from .newton_schulz.inverse_root import POLES
+from .cache.reuse import POLES
 from .newton_schulz.products import gram_flops, panels, standard_flops, symmetric_flops
 from .newton_schulz.solvers import GramNS, StandardNS
 

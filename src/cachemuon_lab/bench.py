@@ -31,7 +31,7 @@ from cachemuon import (
     polar,
 )
 from cachemuon.flops import Shape
-from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.newton_schulz.products import Workspace
 from cachemuon_lab.models.gpt2 import GPT2, GPT2Config
 from cachemuon_lab.stepping import Progress, Results, ceilings, even, host, steps
 from cachemuon_lab.timing import Drive, machine, race, ratios, seconds_of, turns

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, exact_residual, normalize
 from cachemuon.cache.reuse import Repair
-from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.newton_schulz.products import Workspace
 from cachemuon.optim.cachemuon import block_of, cache_of
 from cachemuon.report.counters import entry_name
 from cachemuon.routing.layout import layout_of

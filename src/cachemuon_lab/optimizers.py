@@ -28,11 +28,12 @@ from cachemuon import (
     param_groups,
 )
 from cachemuon.distributed.placement import ranks_of
-from cachemuon.engine.kinds import Choice, Prices
-from cachemuon.engine.orthogonalize import Direction, Orthogonalizer, Update, keep
+from cachemuon.engine.bucket import Choice, Prices
+from cachemuon.engine.orthogonalize import Direction, Entry, Orthogonalizer, Update, keep
 from cachemuon.engine.schedule import Life
 from cachemuon.newton_schulz.normalize import computed_in
-from cachemuon.newton_schulz.workspace import Workspace, solve_bytes
+from cachemuon.newton_schulz.products import Workspace
+from cachemuon.newton_schulz.workspace import solve_bytes
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon.optim.muon import solver_prices
 from cachemuon.report.counters import EXPIRED, FIRST, HIT, OUTCOMES
@@ -106,11 +107,10 @@ class Stale:
     """Take the direction of an earlier step as it is, until the schedule asks for a new one."""
 
     solver: Solver
-    entry: str | None = "direction"
 
-    def kept_shape(self, n: int, m: int) -> tuple[int, int]:
-        """The direction's."""
-        return (n, m)
+    def entries(self, rows: int, cols: int) -> dict[str, Entry]:
+        """The direction, in its wide orientation."""
+        return {"direction": Entry((min(rows, cols), max(rows, cols)))}
 
     def joins(self, other: Orthogonalizer) -> bool:
         """Solvers work on one shape."""
@@ -120,13 +120,11 @@ class Stale:
         """Old directions, then new ones."""
         for update in updates:
             if (reused := update.of(HIT)) is not None:
-                rows, some = reused
-                yield Direction(update, rows, torch.stack(some.kept).to(some.U.dtype) * some.gain)
+                yield Direction(reused, torch.stack(reused.kept["direction"]) * reused.gain, reused=True)
             if (due := update.of(FIRST, EXPIRED)) is not None:
-                rows, some = due
-                D = self.solver.solve(some.U.mul_(some.scale), workspace)
-                keep(some.kept, D, some.peak)
-                yield Direction(update, rows, D * some.gain, refreshed=exact_residual(D))
+                D = self.solver.solve(due.U.mul_(due.scale), workspace)
+                keep(due.kept["direction"], D, due.peak)
+                yield Direction(due, D * due.gain, refreshed=exact_residual(D))
 
 
 class StaleMuon(Muon):

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from cachemuon import GramNS
 from cachemuon.engine.bucket import is_dtensor
-from cachemuon.engine.momentum import lr_ratio
+from cachemuon.engine.plan import lr_ratio
 from cachemuon.optim.adam import ADAM_DEFAULTS, adam_step
 from cachemuon.optim.muon import solver_prices
 

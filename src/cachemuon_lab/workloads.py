@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cachemuon import GRAM, CacheGNS
 from cachemuon.flops import Shape
-from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.newton_schulz.products import Workspace
 
 
 def plain_gram_loop(M: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fuzz.cases import Case, Change, Grad, Group, Move, Param, Step
 from torch import Tensor, nn
 
 from cachemuon import GRAM, QUINTIC, CacheMuon, GramNS, Muon, StandardNS
-from cachemuon.engine.momentum import lr_ratio
+from cachemuon.engine.plan import lr_ratio
 from cachemuon.optim.cachemuon import cache_of
 from cachemuon.report.counters import OUTCOMES
 from cachemuon.routing.layout import layout_of

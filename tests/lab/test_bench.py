@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from unclipped import unclipped
 
 from cachemuon import GramNS, exact_residual, normalize
-from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.newton_schulz.products import Workspace
 from cachemuon_lab import peers
 from cachemuon_lab.bench import PARTS, run
 from cachemuon_lab.cli import app

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cachemuon.newton_schulz.inverse_root import POLES, inverse_root
+from cachemuon.cache.reuse import POLES, inverse_root
 
 
 def scalar(x):

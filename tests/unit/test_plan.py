@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemuon import CacheMuon
-from cachemuon.engine.kinds import spread
+from cachemuon.engine.bucket import spread
 from cachemuon.flops import gpt2_shapes
 
 

@@ -7,8 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cachemuon import GramNS, StandardNS
 from cachemuon.flops import executed_by
 from cachemuon.newton_schulz import products
-from cachemuon.newton_schulz.products import panels, symmetric, symmetric_flops
-from cachemuon.newton_schulz.workspace import Workspace
+from cachemuon.newton_schulz.products import Workspace, panels, symmetric, symmetric_flops
 
 
 def gram(n, batch=2, dtype=torch.float32):

@@ -5,7 +5,7 @@ from recording import recorded_momentum
 from reference import paper
 
 from cachemuon import GramNS, exact_residual, normalize, sketched_residual
-from cachemuon.cache.residual import random_block
+from cachemuon.cache.reuse import random_block
 
 
 def cached_pair(seed=0):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unclipped import unclipped
 
 from cachemuon import GRAM, CacheMuon, GramNS, Muon
-from cachemuon.cache.residual import random_block
+from cachemuon.cache.reuse import random_block
 from cachemuon.engine.schedule import MISSING, Life, Schedule
 from cachemuon.newton_schulz.solvers import cheaper
 from cachemuon.report.counters import FRESH, MADE, OUTCOMES, UNCACHED, UNTIL, WAIT

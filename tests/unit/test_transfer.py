@@ -9,8 +9,8 @@ from fake_cuda import CPU, CUDA, Event, OnCuda, fake_cuda, on
 from unclipped import unclipped
 
 from cachemuon import CacheMuon, GramNS, Muon
-from cachemuon.cache.residual import random_block
-from cachemuon.engine.transfer import Block, DeviceValues, Readback
+from cachemuon.cache.reuse import random_block
+from cachemuon.engine.schedule import Block, DeviceValues, read_back
 
 
 def stepped(optimizer, params, seen, seed=0):
@@ -184,7 +184,7 @@ def test_a_learning_rate_on_the_device_stays_there_and_counts(make):
 def test_what_is_read_back_is_awaited_on_the_stream_of_its_device():
     # Whichever device is the current one: the copy runs where the tensor lies.
     with fake_cuda():
-        Readback(OnCuda(torch.ones(3), CUDA[1]))
+        read_back(OnCuda(torch.ones(3), CUDA[1]))
         (event,) = Event.made
         assert event.stream == event.device == CUDA[1]
 

@@ -9,7 +9,8 @@ from live import Live
 from unclipped import unclipped
 
 from cachemuon import AutoNS, CacheGNS, CacheMuon, GramNS, Muon, StandardNS
-from cachemuon.newton_schulz.workspace import Workspace, solve_bytes
+from cachemuon.newton_schulz.products import Workspace
+from cachemuon.newton_schulz.workspace import solve_bytes
 
 
 def matrices(*shape, number=1, seed=0):

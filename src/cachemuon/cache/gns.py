@@ -7,30 +7,17 @@ is a schedule (`engine.orthogonalize`), which reads nothing within a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..newton_schulz.normalize import (
-    computed_in,
-    fits_dtype,
-    full_precision,
-    peak_of,
-    prescale_,
-    restore,
-    wide_batch,
-)
-from ..newton_schulz.solvers import GramNS
-from ..newton_schulz.workspace import Workspace
+from ..newton_schulz.normalize import computed_in, peak_of, prescale_, restore, wide_batch
+from ..newton_schulz.products import Workspace, full_precision
 from ..report.counters import EXPIRED, FIRST, HIT, NON_FINITE, OUTCOMES, REJECTED, Event
-from . import reuse
-from .residual import exact_residual, random_block, sketched_residual
-from .reuse import Repair
-
-PROBES = ("sketch", "exact")
+from .reuse import Reuse, random_block, sketched_residual
 
 
 class Decided(NamedTuple):
@@ -46,7 +33,7 @@ class Decided(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheGNS:
+class CacheGNS(Reuse):
     """CacheGNS, Algorithm A.4. Stateless: the transform goes in and comes out.
 
     `probe="exact"` is the paper's: the candidate `C = Q X` is formed and its residual computed.
@@ -67,29 +54,6 @@ class CacheGNS:
     >>> event.hit, event.age
     (True, 1)
     """
-
-    fresh: GramNS = field(default_factory=GramNS)
-    probe: str = "sketch"
-    vectors: int = 8
-    clip: float | None = 0.0
-    max_norm: float | None = 2.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.fresh, GramNS):
-            raise ValueError(
-                f"fresh must be a GramNS, the solver that yields a transform, got {self.fresh!r}"
-            )
-        if self.probe not in PROBES:
-            raise ValueError(f"probe must be one of {', '.join(map(repr, PROBES))}, got {self.probe!r}")
-        if not (isinstance(self.vectors, int) and self.vectors >= 1):
-            raise ValueError(f"vectors must be an integer >= 1, got {self.vectors!r}")
-        if not (self.clip is None or (isinstance(self.clip, int | float) and 0 <= self.clip <= 1)):
-            raise ValueError(f"clip must be a fraction of the rows, from 0 to 1, or None, got {self.clip!r}")
-        if self.clip != 0 and (self.probe == "exact" or self.vectors < 2):
-            got = f"probe={self.probe!r}, vectors={self.vectors}"
-            raise ValueError(f"clip needs probe='sketch' and at least two vectors, got {got}")
-        if not (self.max_norm is None or (isinstance(self.max_norm, int | float) and self.max_norm > 0)):
-            raise ValueError(f"max_norm must be a number > 0 or None, got {self.max_norm!r}")
 
     @torch.no_grad()
     def __call__(
@@ -154,19 +118,20 @@ class CacheGNS:
         """Algorithm A.4 for a batch `X = scale U (B, n, m)`: the residuals, and the directions times `gain`.
 
         `transforms` are the cached ones, if there are any that may be used; `peak` is not finite where the
-        gradient was not. U may be overwritten. This is the one place where a step waits for the device.
+        gradient was not. U may be overwritten. This is the one place where a step waits for the device. The
+        residual of a fresh direction is estimated under either probe: the exact one would cost another
+        product.
         """
         residual, repair = torch.full_like(scale.flatten(), math.nan), None
         Q = None if transforms is None else torch.stack(transforms).to(U.dtype)
         if Q is not None:
             residual, repair = self.measure([U], scale, Q, block)
         peaks, residuals = torch.stack((peak.flatten().to(residual), residual)).tolist()
+        solved = FIRST if Q is None else REJECTED
         outcomes = [
-            NON_FINITE if not math.isfinite(p) else FIRST if Q is None else HIT if r <= gamma else REJECTED
+            NON_FINITE if not math.isfinite(p) else HIT if Q is not None and r <= gamma else solved
             for p, r in zip(peaks, residuals, strict=True)
         ]
-
-        solved = FIRST if Q is None else REJECTED
 
         def parts() -> Iterator[Decided]:
             nonlocal Q, repair
@@ -180,83 +145,11 @@ class CacheGNS:
             rows = [row for row, outcome in enumerate(outcomes) if outcome == solved]
             if rows:
                 X = U.mul_(scale) if len(rows) == len(U) else U[rows] * scale[rows]
-                D, made, refreshed = self.refresh(X, block, workspace)
+                D, made = self.fresh.solve_with_transform(X, workspace)  # FreshGNS, Algorithm A.3
+                refreshed = sketched_residual(block[:, : self.vectors], D)
                 yield Decided(solved, rows, D.mul_(gain[rows]), made, refreshed)
 
         return residual, parts()
-
-    def rank(self, n: int) -> int:
-        """How many directions of n are clipped: `clip n`; for None n/8, and up to n/4 as long as that is few.
-
-        >>> [CacheGNS(clip=None).rank(n) for n in (64, 256, 512, 768)]
-        [16, 64, 64, 96]
-        """
-        return max(math.ceil(n / 8), min(n // 4, 64)) if self.clip is None else math.ceil(self.clip * n)
-
-    def columns(self, n: int) -> int:
-        """The columns of the random block that matrices with n rows share: for the residual, and to clip."""
-        return self.vectors + self.rank(n)
-
-    def measure(self, U: Sequence[Tensor], scale: Tensor, Q: Tensor, block: Tensor) -> tuple[Tensor, Repair]:
-        """The residual `(B,)` of the cached direction of `X = scale U`, and how to form that direction."""
-        if self.probe == "exact":
-            one = torch.ones_like(scale)
-            (C,) = self.apply(U, scale, one, Q, Repair(one), Workspace())
-            norm = torch.linalg.vector_norm(C, dim=(-2, -1), keepdim=True)
-            return exact_residual(C), Repair(norm, formed=C)
-        if self.clip == 0:
-            return reuse.probe(U, scale, Q, block, self.vectors)
-        return reuse.probe_clipped(U, scale, Q, block, self.vectors, self.max_norm)
-
-    def apply(
-        self,
-        U: Sequence[Tensor],
-        scale: Tensor,
-        gain: Tensor,
-        Q: Tensor,
-        repair: Repair,
-        workspace: Workspace,
-    ) -> list[Tensor]:
-        """The cached directions as measured, shortened, times `gain`."""
-        factor = gain if repair.shorten is None else gain * repair.shorten
-        return reuse.apply(U, scale, factor, Q, repair, self._precision(scale), workspace)
-
-    def reuse(
-        self,
-        U: Sequence[Tensor],
-        scale: Tensor,
-        gain: Tensor,
-        Q: Tensor,
-        block: Tensor,
-        gamma: float,
-        workspace: Workspace,
-    ) -> tuple[list[Tensor], Tensor]:
-        """The cached directions times `gain`, and their residuals, with no reading between the two: where the
-        residual is above gamma, the direction is bounded instead (`cache.reuse.bound`).
-
-        U comes in stacks `(B_i, n, m_i)` of one width each, the rest for all matrices together.
-        """
-        residual, repair = self.measure(U, scale, Q, block)
-        factor = gain * reuse.bound(repair, residual, gamma)
-        return reuse.apply(U, scale, factor, Q, repair, self._precision(scale), workspace), residual
-
-    def refresh(self, X: Tensor, block: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        """FreshGNS, Algorithm A.3: direction, new transform, and the estimated residual of that direction.
-
-        A fresh direction's own residual is not zero. It is estimated with the random vectors under either
-        probe: the exact one would cost another n x m x n product.
-        """
-        direction, Q = self.fresh.solve_with_transform(X, workspace)
-        return direction, Q, self.recheck(direction, block)
-
-    def recheck(self, direction: Tensor, block: Tensor) -> Tensor:
-        """The estimated residual of fresh directions."""
-        return sketched_residual(block[:, : self.vectors], direction)
-
-    def _precision(self, scale: Tensor) -> torch.dtype:
-        """The dtype of the product `Q X`: the solver's, if that holds its transforms."""
-        dtype = self.fresh.precision(scale)
-        return dtype if fits_dtype(dtype, self.fresh.schedule) else scale.dtype
 
 
 def check_gate(gamma: float, max_age: int | None) -> None:

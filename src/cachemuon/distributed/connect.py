@@ -9,9 +9,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..engine.bucket import Matrix, local
-from ..engine.local import Local
 from ..engine.plan import Plan, kept_dtype
-from ..engine.step import Exchange
+from ..engine.step import Exchange, Local
 from ..report.counters import MADE, NEVER
 from .placement import process_group_of
 from .rank_group import RankGroup
@@ -96,8 +95,7 @@ class Connections:
 
 def _entries(plan: Plan, x: Matrix) -> set[str]:
     """The state entries that the orthogonalizer of a matrix names."""
-    entry = plan.entry_of(x)
-    return set() if entry is None else {entry}
+    return set(plan.entries_of(x).values())
 
 
 def _drop_unused(plan: Plan, matrices: list[Matrix], own: list[Matrix]) -> None:

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch import distributed as dist
 
-from ..cache.gns import CacheGNS
-from ..engine.bucket import is_dtensor
-from ..engine.kinds import Kind
+from ..cache.reuse import Reuse
+from ..engine.bucket import Kind, is_dtensor
 from ..engine.orthogonalize import Cached, Orthogonalizer
 from ..routing.layout import MatrixView
 
@@ -184,7 +183,7 @@ def placements(kinds: Iterable[Kind], rank: int | None = None) -> dict[int, Plac
     return found
 
 
-def cache_of(orthogonalizer: Orthogonalizer) -> CacheGNS | None:
+def cache_of(orthogonalizer: Orthogonalizer) -> Reuse | None:
     """The cache of an orthogonalizer whose transforms every rank can apply; None if it has none."""
     return orthogonalizer.cache if isinstance(orthogonalizer, Cached) else None
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..engine.bucket import Bucket
-from ..engine.local import grouped
+from ..engine.bucket import Bucket, grouped
 from ..engine.orthogonalize import Direction, Update
 from ..engine.plan import Plan, kept_dtype
 from ..report.counters import HIT
@@ -57,7 +56,7 @@ class Replicated(Shared):
 
     def scatter(self, direction: Direction) -> None:
         """Every rank applies every direction."""
-        self.readings.note(direction)
+        self.note(direction)
         self.step_down(direction)
 
     def _update(self, bucket: Bucket, rows: list[int], outcomes: list[int], place: int = 0) -> Update:

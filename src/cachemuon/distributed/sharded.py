@@ -13,10 +13,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..engine.bucket import Bucket
-from ..engine.local import grouped, step_down
+from ..engine.bucket import Bucket, grouped
 from ..engine.orthogonalize import Direction, Update
 from ..engine.plan import Plan
+from ..engine.step import step_down
 from ..newton_schulz.normalize import computed_in, peak_of
 from ..newton_schulz.workspace import memory_limit
 from .placement import Placement, ShardSlice
@@ -156,12 +156,12 @@ class Sharded(Shared):
 
     def scatter(self, direction: Direction) -> None:
         """Directions of matrices that stay here are applied; others are written to the message."""
-        self.readings.note(direction)
+        self.note(direction)
         if not self._outgoing:
             self.step_down(direction)
             return
         bucket, pairs = direction.update.bucket, []
-        for row, step in zip(direction.bucket_rows, bucket.wide(direction.D).unbind(0), strict=True):
+        for row, step in zip(direction.update.rows, bucket.wide(direction.D).unbind(0), strict=True):
             x = bucket.matrices[row]
             whole = step.reshape(x.layout.views[x.index].shape)
             for part, own in self._outgoing[x.number]:

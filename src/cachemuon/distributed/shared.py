@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ..engine.bucket import Bucket, Matrix, is_dtensor, local
-from ..engine.kinds import Kind
-from ..engine.local import gradient, normalized, step_down, take_in
+from ..engine.bucket import Bucket, Kind, Matrix, is_dtensor, local
 from ..engine.orthogonalize import Direction, Update, rows_of
 from ..engine.plan import Chunk, Plan
-from ..engine.readings import PEAK, Readings
-from ..engine.schedule import MISSING
+from ..engine.schedule import MISSING, PEAK, PROBED, REFRESHED, Readings
+from ..engine.step import gradient, normalized, step_down, take_in
 from ..newton_schulz.normalize import computed_in
 from .placement import Placement
 from .rank_group import RankGroup
@@ -91,7 +89,7 @@ class Shared:
         return self.plan.momentum(x) if grad is None else grad
 
     def take_in(self, bucket: Bucket, rows: list[int], place: int = 0) -> tuple[Tensor, Tensor]:
-        """Update the momentum of some rows where their gradients are good: `engine.local.take_in`."""
+        """Update the momentum of some rows where their gradients are good: `engine.step.take_in`."""
         return take_in(bucket, rows, self.plan, self.gradient, rows_of(self.good[bucket], rows), place)
 
     def update(self, bucket: Bucket, rows: list[int], outcomes: list[int], U: Tensor, peak: Tensor) -> Update:
@@ -101,12 +99,17 @@ class Shared:
         matrices = [bucket.matrices[row] for row in rows]
         wanted, kept = [outcomes[x.number] for x in matrices], self.plan.kept(bucket, matrices)
         update = normalized(bucket, rows, wanted, U, peak, kept)
-        self.readings.note_peaks(update)
+        self.readings.note(update, PEAK, update.peak)
         return update
+
+    def note(self, direction: Direction) -> None:
+        """The residuals of a direction."""
+        self.readings.note(direction.update, PROBED, direction.probed)
+        self.readings.note(direction.update, REFRESHED, direction.refreshed)
 
     def step_down(self, direction: Direction) -> None:
         """Decay and update of parameters that are whole on this rank, where their gradients are good."""
-        bucket, rows = direction.update.bucket, direction.bucket_rows
+        bucket, rows = direction.update.bucket, direction.update.rows
         step_down(bucket, rows, bucket.wide(direction.D).unbind(0), rows_of(self.good[bucket], rows))
 
     def measured(self) -> Readings:

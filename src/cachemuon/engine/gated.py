@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..cache.gns import CacheGNS
-from ..newton_schulz.workspace import Workspace
-from ..report.counters import HIT
-from .orthogonalize import Direction, Orthogonalizer, Update, keep, rows_of, solved
+from ..newton_schulz.products import Workspace
+from ..report.counters import HIT, NON_FINITE
+from .orthogonalize import TRANSFORM, Cached, Direction, Entry, Orthogonalizer, Update, keep, rows_of, solved
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,10 @@ class Gated:
 
     cache: CacheGNS
     gamma: float
-    entry: str | None = "transform"
 
-    def kept_shape(self, n: int, m: int) -> tuple[int, int]:
-        """The transform's."""
-        return (n, n)
+    def entries(self, rows: int, cols: int) -> dict[str, Entry]:
+        """The transform."""
+        return Cached(self.cache, self.gamma).entries(rows, cols)
 
     def joins(self, other: Orthogonalizer) -> bool:
         """Bucket by bucket."""
@@ -35,18 +34,22 @@ class Gated:
         """Accepted directions, refused ones solved, and those that had no transform."""
         for update in updates:
             if (probed := update.of(HIT)) is not None:
-                yield from self._judged(update, *probed, workspace)
+                yield from self._judged(probed, workspace)
             yield from solved(self.cache, update, workspace)
 
-    def _judged(
-        self, update: Update, rows: list[int], some: Update, workspace: Workspace
-    ) -> Iterator[Direction]:
-        assert some.block is not None
+    def _judged(self, update: Update, workspace: Workspace) -> Iterator[Direction]:
+        assert update.block is not None
         residual, parts = self.cache.gate(
-            some.U, some.scale, some.gain, some.peak, some.kept, self.gamma, some.block, workspace
+            *(update.U, update.scale, update.gain, update.peak, update.kept[TRANSFORM]),
+            *(self.gamma, update.block, workspace),
         )
+        update.outcomes = [NON_FINITE] * len(update.rows)
         for part in parts:
+            for row in part.rows:
+                update.outcomes[row] = part.outcome
+            some = update.of(part.outcome)
+            assert some is not None
             if part.transform is not None:
-                keep([some.kept[row] for row in part.rows], part.transform, rows_of(some.peak, part.rows))
-            own = [rows[row] for row in part.rows]
-            yield Direction(update, own, part.direction, rows_of(residual, part.rows), part.residual)
+                keep(some.kept[TRANSFORM], part.transform, some.peak)
+            probed, reused = rows_of(residual, part.rows), part.transform is None
+            yield Direction(some, part.direction, reused, probed, part.residual)

@@ -6,8 +6,9 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
+from functools import cache
 from operator import is_
 from typing import Any
 
@@ -15,14 +16,22 @@ import torch
 from torch import Tensor
 
 from ..newton_schulz.normalize import computed_in
-from ..newton_schulz.workspace import Workspace, memory_limit
+from ..newton_schulz.products import Workspace
+from ..newton_schulz.workspace import memory_limit
 from ..report.counters import entry_name
-from .bucket import Bucket, Matrix, local
-from .kinds import Choice, Group, Kind, Method, RanksOf, kinds_of, matrices_of, on_device, settings_of
-from .momentum import lr_ratio, weights
-from .readings import Readings
-from .schedule import MISSING, Schedule
-from .transfer import Block, DeviceValues, Readback
+from .bucket import (
+    Bucket,
+    Choice,
+    Group,
+    Kind,
+    Matrix,
+    Method,
+    RanksOf,
+    kinds_of,
+    local,
+    matrices_of,
+)
+from .schedule import MISSING, Block, DeviceValues, Readings, Schedule, on_device, read_back
 
 State = dict[Tensor, dict[str, Any]]
 
@@ -33,6 +42,52 @@ WARN_NON_FINITE = (
 WARN_MISSING = (
     "a parameter has a gradient on some ranks and none on others: no rank steps it. This is said once."
 )
+
+
+LAYOUT = ("view", "split", "transposed", "max_workspace_bytes", "adjust_lr_fn", "process_group")
+"""Settings that another plan is made for, beside those of the method."""
+
+ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")
+
+
+@cache
+def lr_ratio(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+    """The factor on the learning rate of a rows x cols matrix.
+
+    "none": 1. "original": `sqrt(max(1, rows / cols))`. "match_rms_adamw": `0.2 sqrt(max(rows, cols))`.
+    None means "original", as it does in torch.optim.Muon.
+
+    >>> lr_ratio("none", 400, 100), lr_ratio("original", 400, 100), lr_ratio("match_rms_adamw", 400, 100)
+    (1.0, 2.0, 4.0)
+    """
+    if adjust_lr_fn == "none":
+        return 1.0
+    if adjust_lr_fn in (None, "original"):
+        return math.sqrt(max(1, rows / cols))
+    return 0.2 * math.sqrt(max(rows, cols))
+
+
+def factors(x: Matrix) -> tuple[float, float, float, float]:
+    """`-lr ratio`, `1 - lr weight_decay`, and the weights of momentum: that of the gradient in U, which is
+    orthogonalized, and of `U - M` in the momentum. For an lr that lies on a device, those for an lr of 1.
+
+    With `M' = b M + (1 - b) G` Nesterov orthogonalizes `U = b M' + (1 - b) G = M + (1 - b^2) (G - M)`, and so
+    `M' = M + (U - M) / (1 + b)`: M' needs no second look at G.
+    """
+    group, momentum = x.group, float(x.group["momentum"])
+    lr = 1.0 if on_device(group["lr"]) else float(group["lr"])
+    outputs, inputs = x.layout.views[x.index].sides
+    if group["transposed"]:
+        outputs, inputs = inputs, outputs
+    ratio = lr_ratio(group["adjust_lr_fn"], outputs, inputs)
+    weights = (1 - momentum**2, 1 / (1 + momentum)) if group["nesterov"] else (1 - momentum, 1.0)
+    return -lr * ratio, 1 - lr * float(group["weight_decay"]), *weights
+
+
+def kept_dtype(x: Matrix) -> torch.dtype:
+    """The dtype of a matrix's transform, and of other compact entries."""
+    chosen: torch.dtype | None = x.group.get("cache_dtype")
+    return chosen or computed_in(x.param.dtype)
 
 
 @dataclass(eq=False)
@@ -49,7 +104,7 @@ class Chunk:
 
 
 class Plan:
-    """See above. `kinds` are all matrices; `exchanges` the ways in which buckets of them are stepped."""
+    """See above. `kinds` are all matrices, `choices` what is done with each, by its number."""
 
     def __init__(
         self,
@@ -59,29 +114,31 @@ class Plan:
         ranks_of: RanksOf = lambda group, param: (),
     ) -> None:
         self.groups, self.state, self.method = groups, state, method
-        self.key = settings_of(groups, method.settings)
         self.params = [param for group in groups for param in group["params"]]
-        self.forms = [(param.shape, param.dtype, param.device) for param in self.params]
         self.device_types = {param.device.type for param in self.params}
         self.workspace = Workspace()
         self.matrices = list(matrices_of(groups))
         self.kinds = kinds_of(self.matrices, method, ranks_of)
-        self.choices: dict[int, Choice] = {}  # by the matrix's number
+        self.choices: dict[int, Choice] = {}
         phases: dict[int, int] = {}
         for kind in self.kinds:
             for x, phase in zip(kind.matrices, kind.phases, strict=True):
                 self.choices[x.number], phases[x.number] = kind.choice, phase
         lives = [self.choices[x.number].life._replace(phase=phases[x.number]) for x in self.matrices]
         self.schedule = Schedule(lives)
+        self._made_from: list[Any] = []
+        self._numbers = torch.empty(0, device="cpu")  # of matrices, in the order of readings
         self._values: list[tuple[DeviceValues, list[Matrix]]] = []
-        self._factors: Any = None
-        self._sent: list[tuple[int, list[int], Tensor, list[int], Readback]] = []
+        self._filled: list[Any] = []  # the settings that the factors on the devices were made from
+        self._sent: list[tuple[int, list[int], list[int], Tensor, torch.Event | None]] = []
+        self._names: dict[int, dict[str, str]] = {}  # of state entries, by matrix and entry
         # Counters and residuals of each parameter, before and after its state has them.
         self._waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._begun: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for x in self.matrices:
             if x.index == 0:
                 self._adopt(x)
+        self.fits(groups)
 
     def chunks(
         self, kind: Kind, matrices: list[Matrix], share: int = 1, piece: tuple[int, int] | None = None
@@ -114,25 +171,26 @@ class Plan:
             parts = values.factors.split([len(chunk.matrices) for chunk in members])
             for place, chunk, part in zip(places, members, parts, strict=True):
                 found[place] = _bucket(chunk, part, values)
+        self._filled = []
         return [found[place] for place in range(len(chunks))]
-
-    def prepare(self, bucket: Bucket, rows: int) -> None:
-        """Make room for so many rows of a bucket: buckets of several shapes take turns in the workspace."""
-        first = bucket.matrices[0]
-        room = rows * self.choices[first.number].room
-        limit = memory_limit(first.group["max_workspace_bytes"], first.param.device.type)
-        n, m = sorted((bucket.rows, bucket.cols))
-        self.workspace.prepare(rows, n, m, bucket.precision.itemsize, room, limit)
 
     def fits(self, groups: list[Group]) -> bool:
         """Whether these are what the plan was made from, and the state has all that it has counted."""
+        names = *self.method.settings, *LAYOUT
         params = [param for group in groups for param in group["params"]]
+        now = [(param.shape, param.dtype, param.device) for param in params]
+        now += [
+            (*[group[name] for name in names], 0 if getattr(group["lr"], "is_cpu", True) else id(group["lr"]))
+            for group in groups
+            if group["use_muon"]
+        ]
+        if not self._made_from:
+            self._made_from = now
         return (
             groups is self.groups
-            and self.key == settings_of(groups, self.method.settings)
+            and now == self._made_from
             and len(params) == len(self.params)
             and all(map(is_, params, self.params))
-            and self.forms == [(param.shape, param.dtype, param.device) for param in params]
             and all("counters" in self.state.get(param, ()) for param in self._begun)
             and not any("counters" in self.state.get(param, ()) for param in self._waiting)
         )
@@ -140,28 +198,31 @@ class Plan:
     def fill(self, step: int) -> None:
         """Bring the numbers on the devices up to date."""
         now = [
-            (
-                float(g["weight_decay"]),
-                float(g["momentum"]),
-                g["nesterov"],
-                None if on_device(lr) else float(lr),
-            )
-            for g, lr in ((g, g["lr"]) for g in self.groups if g["use_muon"])
+            (*[float(group[name]) for name in ("weight_decay", "momentum", "nesterov")], lr)
+            for group in self.groups
+            if group["use_muon"]
+            for lr in (float(group["lr"]) if getattr(group["lr"], "is_cpu", True) else None,)
         ]
-        changed, self._factors = now != self._factors, now
+        changed, self._filled = now != self._filled, now
         for values, matrices in self._values:
-            wanted = [factors(x) for x in matrices] if changed else None
-            values.fill(wanted, step)
+            values.fill([factors(x) for x in matrices] if changed else None, step)
 
     def learn(self) -> list[str]:
         """Take in what earlier steps have measured. Returns what the user should know of, as warnings."""
         told: list[str] = []
-        for param, tables in self._begun.items():
-            self._take_over(param, tables)
+        for param, (counters, residuals) in self._begun.items():
+            state = self.state.get(param, {})
+            if (
+                state.get("counters", counters) is not counters
+                or state.get("residuals", residuals) is not residuals
+            ):
+                self._take_over(param, (counters, residuals))
         while self._sent:
-            step, outcomes, numbers, present, readback = self._sent.pop(0)
-            values = readback.wait()
-            readings = torch.empty_like(values).index_copy_(0, numbers, values)
+            step, outcomes, present, values, arrived = self._sent.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            readings = torch.empty_like(values, dtype=torch.float64)
+            readings.index_copy_(0, self._numbers, values.to(torch.float64))
             if not self.schedule.learn(step, outcomes, readings):
                 told.append(WARN_NON_FINITE)
             if (readings[present, 0] == MISSING).any():
@@ -170,10 +231,17 @@ class Plan:
 
     def send(self, step: int, outcomes: list[int], measured: list[Readings]) -> None:
         """Let what a step has measured of all matrices begin its way to the host."""
-        numbers = torch.cat([readings.order for readings in measured])
-        present = [number for readings in measured for number in readings.present]
-        tensors = [tensor for readings in measured for tensor in readings.tensors]
-        self._sent.append((step, outcomes, numbers, present, Readback(_joined(tensors))))
+        if not len(self._numbers):
+            self._numbers = torch.tensor([number for one in measured for number in one.numbers], device="cpu")
+        present = [number for one in measured for number in one.present]
+        values, *more = [tensor for one in measured for tensor in one.tensors]
+        if more:
+            # On a device that is not the host's, where there is any: a copy to the host that nobody waits for
+            # would be read before it has arrived.
+            parts = [values, *more]
+            device = next((part.device for part in parts if part.device.type != "cpu"), values.device)
+            values = torch.cat([part.to(device, torch.float64, non_blocking=True) for part in parts])
+        self._sent.append((step, outcomes, present, *read_back(values)))
 
     def momentum(self, x: Matrix) -> Tensor:
         """The momentum buffer of a matrix's parameter, made on first sight with what else its state needs."""
@@ -186,27 +254,27 @@ class Plan:
         momentum: Tensor = state["momentum_buffer"]
         return momentum
 
-    def kept(self, bucket: Bucket, matrices: Iterable[Matrix]) -> list[Tensor]:
-        """What the orthogonalizer of a bucket keeps for each matrix; made on first sight."""
-        entry = bucket.orthogonalize.entry
-        if entry is None:
-            return []
-        found = []
-        for x in matrices:
-            state, name = self.state[x.param], entry_name(entry, x.index, len(x.layout.views))
-            dtype = kept_dtype(x)
-            if name not in state:
-                shape = bucket.orthogonalize.kept_shape(*sorted((bucket.rows, bucket.cols)))
-                state[name] = local(x.param).new_zeros(shape, dtype=dtype)
-            elif state[name].dtype != dtype:
-                state[name] = state[name].to(dtype)
-            found.append(state[name])
-        return found
+    def entries_of(self, x: Matrix) -> dict[str, str]:
+        """The names in the state of what a matrix keeps for its orthogonalizer, by entry."""
+        if x.number not in self._names:
+            entries = self.choices[x.number].orthogonalizer.entries(*x.layout.views[x.index].sides)
+            self._names[x.number] = {one: entry_name(one, x.index, len(x.layout.views)) for one in entries}
+        return self._names[x.number]
 
-    def entry_of(self, x: Matrix) -> str | None:
-        """The name of the state entry that a matrix keeps; None if it keeps nothing."""
-        entry = self.choices[x.number].orthogonalizer.entry
-        return None if entry is None else entry_name(entry, x.index, len(x.layout.views))
+    def kept(self, bucket: Bucket, matrices: list[Matrix]) -> dict[str, list[Tensor]]:
+        """What each matrix keeps for the orthogonalizer of a bucket, by entry; made on first sight."""
+        found: dict[str, list[Tensor]] = {entry: [] for entry in bucket.entries}
+        for x in matrices if found else ():
+            state = self.state[x.param]
+            for entry, name in (self._names.get(x.number) or self.entries_of(x)).items():
+                shape, compact = bucket.entries[entry]
+                dtype = bucket.compact if compact else bucket.precision
+                if name not in state:
+                    state[name] = local(x.param).new_zeros(shape, dtype=dtype)
+                elif state[name].dtype != dtype:
+                    state[name] = state[name].to(dtype)
+                found[entry].append(state[name])
+        return found
 
     def _adopt(self, x: Matrix) -> None:
         """Count on from the state of a parameter, which from now on has views of the plan's counters."""
@@ -236,54 +304,20 @@ class Plan:
 
 
 def _bucket(chunk: Chunk, factors: Tensor, values: DeviceValues) -> Bucket:
-    first = chunk.matrices[0]
+    first, sides = chunk.matrices[0], chunk.sides
     return Bucket(
         tuple(chunk.matrices),
-        *chunk.sides,
+        *sides,
+        sides[0] > sides[1],
         first.param.dtype,
+        computed_in(first.param.dtype),
+        kept_dtype(first),
         first.param.device,
         chunk.choice.orthogonalizer,
+        chunk.choice.orthogonalizer.entries(*sides),
         factors,
         None if chunk.block is None else values.blocks[chunk.block],
         first.group["lr"] if on_device(first.group["lr"]) else None,
         len(chunk.matrices) * chunk.choice.room,
         memory_limit(first.group["max_workspace_bytes"], first.param.device.type),
     )
-
-
-def kept_dtype(x: Matrix) -> torch.dtype:
-    """The dtype of what a matrix keeps."""
-    chosen: torch.dtype | None = x.group.get("cache_dtype")
-    return chosen or computed_in(x.param.dtype)
-
-
-def weights_in(group: Group) -> tuple[float, float]:
-    """The weights of momentum that a group asks for (`momentum.weights`)."""
-    return weights(float(group["momentum"]), group["nesterov"])
-
-
-def factors(x: Matrix) -> tuple[float, ...]:
-    """`-lr ratio`, `1 - lr weight_decay`, and the weights of momentum; for an lr that lies on a device, those
-    for an lr of 1.
-    """
-    group = x.group
-    lr = 1.0 if on_device(group["lr"]) else float(group["lr"])
-    outputs, inputs = x.layout.views[x.index].sides
-    if group["transposed"]:
-        outputs, inputs = inputs, outputs
-    ratio = lr_ratio(group["adjust_lr_fn"], outputs, inputs)
-    return (
-        -lr * ratio,
-        1 - lr * float(group["weight_decay"]),
-        *weights(float(group["momentum"]), group["nesterov"]),
-    )
-
-
-def _joined(readings: list[Tensor]) -> Tensor:
-    """Tensors of any devices as one, on one that is not the host's where there is any: a copy to the host
-    that nobody waits for would be read before it has arrived.
-    """
-    if len(readings) == 1:
-        return readings[0]
-    device = next((part.device for part in readings if part.device.type != "cpu"), readings[0].device)
-    return torch.cat([part.to(device, torch.float64, non_blocking=True) for part in readings])

@@ -1,10 +1,6 @@
-"""Normalization, orientation and precision of a solver's input."""
+"""Normalization and orientation of a solver's input."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +8,6 @@ from torch import Tensor
 from .schedules import Schedule
 
 EPS = 1e-7
-_BACKENDS: Any = torch.backends
 
 
 def normalize(M: Tensor, eps: float = EPS) -> Tensor:
@@ -78,20 +73,3 @@ def widen(M: Tensor, eps: float = EPS) -> Tensor:
 def restore(direction: Tensor, M: Tensor) -> Tensor:
     """Undo `wide_batch`: a batch of wide directions in M's shape, orientation and dtype."""
     return (direction.mT if M.shape[-2] > M.shape[-1] else direction).reshape(M.shape).to(M.dtype)
-
-
-@contextmanager
-def full_precision(*device_types: str) -> Iterator[None]:
-    """Compute products in the dtype of their factors: without autocast, which would make them bf16, and
-    without TF32, whose ten bits ruin an iteration that has no restart.
-    """
-    with ExitStack() as stack:
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        for backend in (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul):
-            if (precision := backend.fp32_precision) not in ("none", "ieee"):
-                # A value inherited from the global setting reads the same; on exit it is inherited again.
-                inherited = precision == _BACKENDS.fp32_precision
-                stack.callback(setattr, backend, "fp32_precision", "none" if inherited else precision)
-                backend.fp32_precision = "ieee"
-        yield

@@ -1,13 +1,23 @@
-"""Products that are known to be symmetric: half of each is computed, the rest mirrored.
+"""Products of batches: symmetric ones at half the price, in full precision, into memory that is reused.
 
 `X X^T` is symmetric, and so is every product inside a Gram iteration, whose factors are polynomials of one
-matrix and commute.
+matrix and commute: half of each is computed, the rest mirrored.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, device, dtype
+
+_BACKENDS: Any = torch.backends
+
+Key = tuple[str, bool, tuple[int, ...], dtype, bool, device]
+"""A role, whether it is a square, shape, dtype, whether transposed, device."""
 
 PANELS = 4
 """The number of column panels of a symmetric product. Each is computed from the diagonal down."""
@@ -61,9 +71,12 @@ def symmetric(
              [2., 1.]]])
     """
     n = out.shape[-1]
-    if (pieces := panels(n, out.dtype)) == 1 or torch.compiler.is_compiling():
-        return product(A, B, out, plus, beta=beta, alpha=alpha)
-    width = -(-n // pieces)
+    if n < MIN_ROWS or out.dtype.itemsize < 4 or torch.compiler.is_compiling():  # `panels` is 1
+        memory = None if torch.compiler.is_compiling() else out
+        if plus is None:
+            return torch.bmm(A, B, out=memory)
+        return torch.baddbmm(plus, A, B, beta=beta, alpha=alpha, out=memory)
+    width = -(-n // PANELS)
     for number, target in enumerate(out.unbind(0)):  # one by one: `mm` is faster than `bmm` of one
         left, right = A[number], B[number]
         for i in range(0, n, width):
@@ -78,6 +91,101 @@ def symmetric(
                 corner.add_(corner.mT.clone()).mul_(0.5)
             target[i:j, j:].copy_(panel[j - i :].mT)
     return out
+
+
+@contextmanager
+def full_precision(*device_types: str) -> Iterator[None]:
+    """Compute products in the dtype of their factors: without autocast, which would make them bf16, and
+    without TF32, whose ten bits ruin an iteration that has no restart.
+    """
+    with ExitStack() as stack:
+        for device_type in device_types:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        for backend in (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul):
+            if (precision := backend.fp32_precision) not in ("none", "ieee"):
+                # A value inherited from the global setting reads the same; on exit it is inherited again.
+                inherited = precision == _BACKENDS.fp32_precision
+                stack.callback(setattr, backend, "fp32_precision", "none" if inherited else precision)
+                backend.fp32_precision = "ieee"
+        yield
+
+
+class Workspace:
+    """Reused memory: each role has one buffer, as large as its largest request so far.
+
+    A role's tensor is overwritten when the role is requested again. On a CPU a new large tensor costs as much
+    as the pass that fills it, since the system has to hand out every page.
+
+    >>> import torch
+    >>> workspace, X = Workspace(), torch.randn(1, 3, 2).mT
+    >>> one, two = workspace.like("X", X), workspace.like("X", X)
+    >>> one.data_ptr() == two.data_ptr(), one.stride() == X.stride(), workspace.square("R", X).shape
+    (True, True, torch.Size([1, 2, 2]))
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, bool, dtype, device], Tensor] = {}
+        self._views: dict[Key, Tensor] = {}
+
+    def like(self, role: str, X: Tensor, dtype: dtype | None = None) -> Tensor:
+        """Memory in the shape and layout of a batch `X (B, n, m)`.
+
+        In half precision on a CPU it is always row by row: torch multiplies into a transposed result two
+        thousand times slower there (12 s for 768 x 768 by 768 x 2304 in bfloat16).
+        """
+        dtype = dtype or X.dtype
+        slow = dtype.itemsize < 4 and X.device.type == "cpu"
+        transposed = X.stride(-2) == 1 and X.stride(-1) != 1 and not slow
+        key = role, False, X.shape, dtype, transposed, X.device
+        view = self._views.get(key)
+        return self._made(X, key) if view is None else view
+
+    def square(self, role: str, X: Tensor) -> Tensor:
+        """Memory for `(B, n, n)` in the dtype of a batch `X (B, n, m)`."""
+        B, n, _ = X.shape
+        key = role, True, (B, n, n), X.dtype, False, X.device
+        view = self._views.get(key)
+        return self._made(X, key) if view is None else view
+
+    def stack(self, role: str, tensors: list[Tensor], dtype: dtype) -> Tensor:
+        """Matrices as a batch in `dtype`; a view of a single matrix that has it."""
+        first = tensors[0]
+        if len(tensors) == 1:
+            return first.unsqueeze(0).to(dtype)
+        square, shape = first.shape[-2] == first.shape[-1], (len(tensors), *first.shape)
+        key = role, square, shape, first.dtype, False, first.device
+        view = self._views.get(key)
+        return torch.stack(tensors, out=self._made(first, key) if view is None else view).to(dtype)
+
+    def prepare(self, count: int, n: int, m: int, itemsize: int, need: int, limit: int) -> None:
+        """Free the buffers that are too large for a batch of `count` n x m matrices, if their excess and the
+        `need` bytes of that batch together exceed `limit`.
+        """
+        fitting = {False: count * n * m * itemsize, True: count * n * n * itemsize}
+        large = [key for key, memory in self._memory.items() if memory.nbytes > fitting[key[1]]]
+        excess = sum(self._memory[key].nbytes - fitting[key[1]] for key in large)
+        if excess + need > limit:
+            self._views.clear()
+            for key in large:
+                del self._memory[key]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all buffers."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def _made(self, X: Tensor, key: Key) -> Tensor:
+        role, square, shape, dtype, transposed, _ = key
+        size, place = math.prod(shape), (role, square, dtype, X.device)
+        if place not in self._memory or self._memory[place].numel() < size:
+            self._views.clear()
+            self._memory.pop(place, None)  # free it before the larger one is allocated
+            self._memory[place] = X.new_empty(size, dtype=dtype)
+        rows, cols = shape[-2:]
+        flat = self._memory[place][:size]
+        view = flat.view(*shape[:-2], cols, rows).mT if transposed else flat.view(shape)
+        self._views[key] = view
+        return view
 
 
 def symmetric_flops(n: int, k: int, pieces: int = 1) -> int:

@@ -16,10 +16,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .normalize import EPS, full_precision, restore, widen
-from .products import gram_flops, panels, product, standard_flops, symmetric
+from .normalize import EPS, restore, widen
+from .products import Workspace, full_precision, gram_flops, panels, product, standard_flops, symmetric
 from .schedules import GRAM, POLAR_EXPRESS, Schedule, Triple
-from .workspace import Workspace
 
 
 class Solver(ABC):
@@ -134,37 +133,26 @@ class GramNS(Solver):
         """The restarts of an iteration in `dtype` on a wide n x m matrix."""
         if self.restarts is not None:
             return self.restarts
-        steps = self.schedule.steps
+        steps = len(self.schedule.triples)
         wide = n >= 512 and 2 * m >= 3 * n and steps <= 5
         needless = dtype == torch.float64 or (dtype == torch.float32 and wide)
         return () if needless else tuple(range(2, steps, 3))
 
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """Orthogonalize a batch of normalized wide matrices."""
-        return self._iterate(X, workspace, compose=False)[0]
-
-    def solve_with_transform(self, X: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        """The direction of a batch of normalized wide matrices, and its transform `Q (B, n, n)`."""
-        return self._iterate(X, workspace, compose=True)
+        return self.solve_with_transform(X, workspace, compose=False)[0]
 
     def transform(self, X: Tensor, workspace: Workspace) -> Tensor:
         """The transform alone, without its product with X."""
-        return self._iterate(X, workspace, compose=True, apply=False)[1]
+        return self.solve_with_transform(X, workspace, apply=False)[1]
 
-    @torch.no_grad()
-    def with_transform(self, M: Tensor) -> tuple[Tensor, Tensor]:
-        """FreshGNS, Algorithm A.3: the direction, and the left transform Q that makes it.
-
-        `direction = Q @ normalize(M)` in the wide orientation (of `M.mT` where M is tall). Q is
-        `(..., n, n)` with n the smaller side, in float32 (float64 for float64).
-        """
-        with full_precision(M.device.type):
-            direction, Q = self.solve_with_transform(widen(M, self.eps), Workspace())
-        return restore(direction, M), Q.reshape(*M.shape[:-2], *Q.shape[-2:])
-
-    def _iterate(
-        self, X: Tensor, workspace: Workspace, *, compose: bool, apply: bool = True
+    def solve_with_transform(
+        self, X: Tensor, workspace: Workspace, *, compose: bool = True, apply: bool = True
     ) -> tuple[Tensor, Tensor]:
+        """The direction of a batch of normalized wide matrices, and its transform `Q (B, n, n)`.
+
+        Without `compose` there is no transform, without `apply` no direction.
+        """
         dtype, triples, (n, m) = self.precision(X), self.schedule.triples, X.shape[-2:]
         Y = X.to(dtype)
         R, Q_tot = workspace.square("R", Y), None
@@ -180,6 +168,17 @@ class GramNS(Solver):
                 kept = Q.to(X.dtype, copy=not last)  # the next segment overwrites Q
                 Q_tot = kept if Q_tot is None else symmetric(kept, Q_tot, torch.empty_like(kept))
         return Y.to(X.dtype), Q if Q_tot is None else Q_tot
+
+    @torch.no_grad()
+    def with_transform(self, M: Tensor) -> tuple[Tensor, Tensor]:
+        """FreshGNS, Algorithm A.3: the direction, and the left transform Q that makes it.
+
+        `direction = Q @ normalize(M)` in the wide orientation (of `M.mT` where M is tall). Q is
+        `(..., n, n)` with n the smaller side, in float32 (float64 for float64).
+        """
+        with full_precision(M.device.type):
+            direction, Q = self.solve_with_transform(widen(M, self.eps), Workspace())
+        return restore(direction, M), Q.reshape(*M.shape[:-2], *Q.shape[-2:])
 
 
 def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -> Tensor:

@@ -17,10 +17,10 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from ..distributed.connect import Connections
 from ..distributed.placement import Placement, placements, ranks_of
 from ..distributed.rank_group import as_process_group
-from ..engine.kinds import Choice
+from ..engine.bucket import Choice
 from ..engine.plan import Plan
 from ..engine.step import Exchange, take_step
-from ..newton_schulz.normalize import full_precision
+from ..newton_schulz.products import full_precision
 from ..newton_schulz.schedules import Schedule
 from ..newton_schulz.solvers import Solver
 from ..report import summary
@@ -183,7 +183,8 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with_grad = [self._with_grad(number, group) for number, group in enumerate(self.param_groups)]
-        self._warn_once(self._rates.check(self.param_groups))
+        if len(self.param_groups) > 1:
+            self._warn_once(self._rates.check(self.param_groups))
         plan = self._plan()
         with full_precision(*plan.device_types):
             for group, params in zip(self.param_groups, with_grad, strict=True):
@@ -198,17 +199,16 @@ class MatrixOptimizer(Optimizer):
                     self._exchanges = self._connections.exchanges(plan, self._placements())
                 with self.around_matrices():
                     messages = take_step(plan, self._exchanges, number)
-                self._warn_once(*messages)
+                if messages:
+                    self._warn_once(*messages)
         return loss
 
     def _with_grad(self, number: int, group: dict[str, Any]) -> list[Tensor]:
-        found = []
-        for name, param in named_params(group, number):
-            if param.grad is None or param.numel() == 0:
-                continue
-            if param.grad.is_sparse:
-                raise ValueError(f"{name}: its gradient must be dense, got {param.grad.layout}")
-            found.append(param)
+        found = [p for p in group["params"] if p.grad is not None and p.numel()]
+        for param in found:
+            if (grad := param.grad) is not None and grad.is_sparse:
+                name = next(name for name, one in named_params(group, number) if one is param)
+                raise ValueError(f"{name}: its gradient must be dense, got {grad.layout}")
         return found
 
     def _plan(self) -> Plan:

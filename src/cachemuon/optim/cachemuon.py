@@ -11,11 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 from ..cache.gns import CacheGNS, check_gate
 from ..engine.break_even import LEAST, saving
+from ..engine.bucket import Choice, Prices
 from ..engine.gated import Gated
-from ..engine.kinds import Choice, Prices
 from ..engine.orthogonalize import Cached, Fresh
-from ..engine.schedule import Life
-from ..engine.transfer import Block
+from ..engine.schedule import Block, Life
 from ..flops import OUTCOMES, ExecutedCost, executed_by, paper_cost
 from ..newton_schulz.normalize import computed_in
 from ..newton_schulz.schedules import Schedule

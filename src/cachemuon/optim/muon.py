@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..engine.kinds import Choice, Prices
+from ..engine.bucket import Choice, Prices
 from ..engine.orthogonalize import Fresh
 from ..engine.schedule import Life
 from ..flops import ExecutedCost, executed_by, paper_cost

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.placement import EXCHANGES, check_sharding
-from ..engine.momentum import ADJUST_LR_FNS
+from ..engine.plan import ADJUST_LR_FNS
 from ..newton_schulz import schedules
 from ..newton_schulz.normalize import fits_dtype
 from ..newton_schulz.schedules import QUINTIC, Schedule

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..distributed.placement import Placement
-from ..engine.bucket import Matrix
-from ..engine.kinds import Choice
+from ..engine.bucket import Choice, Matrix
 from ..engine.plan import Plan
 from ..routing.layout import named_params, number_name
 from ..routing.names import looks_like_embedding_or_head
@@ -87,7 +86,8 @@ class MatrixReport:
         """What its cache is doing, in words."""
         if self.choice.why:
             return f"not cached: {self.choice.why}"
-        if self.choice.orthogonalizer.entry is None:
+        sides = self.matrix.layout.views[self.matrix.index].sides
+        if not self.choice.orthogonalizer.entries(*sides):
             return "solved at every step"
         if self.counters[UNTIL] > self.matrix.group["step"]:
             return f"suspended until step {self.counters[UNTIL]}: its residual was above gamma"
