@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from cachemuon import CacheMuon, Muon, param_groups
+from cachemuon import CacheGNS, CacheMuon, GramNS, Muon, normalize, param_groups
+from cachemuon.cache.reuse import random_block
+from cachemuon.newton_schulz.products import Workspace
 
 STEPS = 5
 
@@ -68,3 +70,29 @@ def test_a_compiled_function_may_call_backward_and_step(scheduled):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1  # the forward
     assert found_hits == hits > 0
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("clip", [0.0, None])
+def test_reuse_and_refresh_compile_as_one_graph_each(clip):
+    """Tensors in, tensors out, nothing read on the host: so a compiler takes them whole."""
+    cache, workspace = CacheGNS(GramNS(), clip=clip), Workspace()
+    generator = torch.Generator().manual_seed(0)
+    X, near = (normalize(torch.randn(2, 24, 40, generator=generator)) for _ in range(2))
+    block = random_block(24, cache.columns(24), seed=0, step=0)
+    scale = torch.full((2, 1, 1), 0.5)
+
+    def refresh(X):
+        return cache.fresh.solve_with_transform(X, workspace)
+
+    def reuse(U, scale, Q, block):
+        return cache.reuse([U], scale, -scale, Q, block, 5.0, workspace)
+
+    D, Q = (one.clone() for one in refresh(X))
+    for found, wanted in zip(torch.compile(refresh, fullgraph=True, backend="eager")(X), (D, Q), strict=True):
+        torch.testing.assert_close(found, wanted)
+    U = 2 * (X + 0.1 * near)
+    (reused,), residual = reuse(U, scale, Q, block)
+    wanted = reused.clone(), residual.clone()
+    (reused,), residual = torch.compile(reuse, fullgraph=True, backend="eager")(U, scale, Q, block)
+    torch.testing.assert_close(reused, wanted[0])
+    torch.testing.assert_close(residual, wanted[1])
