@@ -83,9 +83,9 @@ class MatrixOptimizer(Optimizer):
         """The solver with a schedule, as of torch.optim.Muon's `ns_coefficients`; the default without one."""
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a Muon group that are out of range."""
-        check(group, MUON_RULES)
-        if isinstance(group["split"], list):
+        """Refuse settings of a group that are out of range."""
+        check(group, MUON_RULES if group["use_muon"] else ADAM_RULES)
+        if isinstance(group.get("split"), list):
             group["split"] = tuple(group["split"])
 
     def _resolved(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -149,12 +149,10 @@ class MatrixOptimizer(Optimizer):
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
-            if group["use_muon"]:
-                self.check_group(group)
-            else:
+            if not group["use_muon"]:  # torch has given it the defaults of Muon
                 for key in self.defaults.keys() - ADAM_DEFAULTS.keys() - {"use_muon"} - param_group.keys():
                     del group[key]
-                check(group, ADAM_RULES)
+            self.check_group(group)
             for name, param in named_params(group, len(self.param_groups) - 1):
                 check_param(name, param, group)
         except Exception:

@@ -144,8 +144,10 @@ class CacheMuon(MatrixOptimizer):
         )
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a Muon group that are out of range."""
+        """Refuse settings of a group that are out of range."""
         super().check_group(group)
+        if not group["use_muon"]:
+            return
         check(group, CACHE_RULES)
         check_gate(group["gamma"], group["max_age"])
         if group["gate"] == "schedule" and group["max_age"] is None:

@@ -15,15 +15,13 @@ from ..distributed.state import sharded_as
 from ..routing.layout import named_params
 from .adam import laid_out_as
 from .import_state import convert
-from .settings import ADAM_RULES, check, check_entries, check_form, check_param
+from .settings import check_entries, check_form, check_param
 
 if TYPE_CHECKING:
     from .base import MatrixOptimizer
 
 LIVE = ("solver", "process_group")
 """Settings that are not taken from a saved state."""
-
-_PLAIN: tuple[type, ...] = (bool, int, float)
 
 
 def save(optimizer: Optimizer, pack: Callable[[], StateDict]) -> StateDict:
@@ -50,7 +48,7 @@ def _plain(value: Any) -> Any:
     """A number of numpy's as one of Python's, also within a tuple."""
     if isinstance(value, tuple | list):
         return type(value)(map(_plain, value))
-    if isinstance(value, Real) and type(value) not in _PLAIN:
+    if isinstance(value, Real) and type(value).__module__ != "builtins":
         return int(value) if isinstance(value, Integral) else float(value)
     return value
 
@@ -105,13 +103,8 @@ def _check_saved(optimizer: MatrixOptimizer, saved: StateDict) -> None:
         group = live | {key: value for key, value in old.items() if key not in kept}
         if group["use_muon"] is not live["use_muon"]:
             got = f"{group['use_muon']!r}, and {live['use_muon']!r} here"
-            raise ValueError(
-                f"use_muon of param_groups[{index}] must be the same in a saved state, got {got}"
-            )
-        if not group["use_muon"]:
-            check(group, ADAM_RULES)
-        else:
-            optimizer.check_group(group)
+            raise ValueError(f"use_muon of param_groups[{index}] must be that of the live group, got {got}")
+        optimizer.check_group(group)
         for key, (name, param) in zip(old["params"], named_params(live, index), strict=False):
             check_param(name, param, group)
             check_entries(name, param, group, saved["state"].get(key, {}))
@@ -121,31 +114,27 @@ def _restore_groups(optimizer: MatrixOptimizer, live: list[dict[str, Any]], save
     """Settings that the saved groups lack, and those that stay as they are. Returns what to warn of."""
     told = []
     for group, before, old in zip(optimizer.param_groups, live, saved["param_groups"], strict=True):
-        for key, value in before.items():
-            group.setdefault(key, value)
-        for key in LIVE:
-            if key in before:
-                group[key] = before[key]
+        group.update({key: value for key, value in before.items() if key in LIVE or key not in group})
         if "solver" in before and old.get("solver", repr(before["solver"])) != repr(before["solver"]):
             told.append(f"the saved state has solver {old['solver']}; {before['solver']!r} stays in use")
     return told
 
 
 def _restore_state(optimizer: MatrixOptimizer, saved: StateDict) -> None:
-    """Entries of parameters in the dtype that they were saved in: torch casts them to the parameter's."""
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for key, param in zip(keys, params, strict=True):
+        entries = optimizer.state[param] if key in saved["state"] else {}
         for entry, value in saved["state"].get(key, {}).items():
             if isinstance(value, Tensor):
-                loaded = optimizer.state[param][entry]
-                optimizer.state[param][entry] = _restored(param, entry, value, loaded)
+                entries[entry] = _restored(param, entry, value, entries[entry])
 
 
 def _restored(param: Tensor, entry: str, saved: Tensor, loaded: Tensor) -> Tensor:
+    """An entry in the dtype that it was saved in, but for momentum: torch casts all to the parameter's."""
     if entry in ("counters", "residuals"):
         return saved.to("cpu", copy=True)
-    if entry.startswith("transform"):
+    if entry.startswith("transform") or saved.shape != param.shape:
         return saved.to(loaded.device, copy=True)
     loaded = sharded_as(param, loaded)
     if entry == "momentum_buffer":

@@ -21,17 +21,7 @@ def learning_rate(group: Group) -> float | Tensor:
 
 
 class RateWatch:
-    """Notices when Muon's and Adam's learning rates, which were different, become one.
-
-    >>> groups = [{"use_muon": True, "lr": 0.02}, {"use_muon": False, "lr": 0.002}]
-    >>> watch = RateWatch()
-    >>> for group in groups:
-    ...     watch.add(group)
-    >>> for group in groups:
-    ...     group["lr"] = 0.01
-    >>> watch.check(groups).partition(",")[0]
-    'all parameter groups have the learning rate 0.01'
-    """
+    """Notices when Muon's and Adam's learning rates, which were different, become one."""
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self._before = [_on_host(group) for group in groups]

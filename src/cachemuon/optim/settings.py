@@ -244,7 +244,7 @@ def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[s
         raise ValueError(f"{name}: its state must have {', '.join(needed)}, and lacks {', '.join(missing)}")
     for entry, expected in (needed | others).items():
         if entry in saved:
-            _check_entry(f"{name}: {entry}", saved[entry], expected)
+            _check_entry(f"{name}: {entry}", entry, saved[entry], expected)
     for row in saved["counters"].tolist() if begun and group["use_muon"] else ():
         for column, value in zip(COLUMNS, row, strict=True):
             low = {"made": NEVER, "last": -1}.get(column, 0)
@@ -253,18 +253,17 @@ def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[s
                 raise ValueError(f"{name}: the counter {column!r} must be from {low} to {high}, got {value}")
 
 
-def _check_entry(what: str, value: Any, shape: tuple[int, ...]) -> None:
-    entry = what.rpartition(" ")[2]
+def _check_entry(what: str, entry: str, value: Any, shape: tuple[int, ...]) -> None:
     if entry == "step" and is_number(value):
         value = value.reshape(1) if isinstance(value, Tensor) else torch.tensor([float(value)], device="cpu")
-    if not (isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"):
-        got = f"one in {value.layout} on {value.device}" if isinstance(value, Tensor) else repr(value)[:60]
-        raise ValueError(f"{what} must be a dense tensor, got {got}")
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} must be a dense tensor, got {value!r:.60}")
+    if value.layout != torch.strided or value.device.type == "meta":
+        raise ValueError(f"{what} must be a dense tensor, got one in {value.layout} on {value.device}")
     if tuple(value.shape) != shape:
-        got = f"{tuple(value.shape)}: of another parameter, or of another version"
-        raise ValueError(f"{what} must have shape {shape}, got {got}")
+        raise ValueError(f"{what} must have shape {shape}, got {tuple(value.shape)}: of another parameter?")
+    wanted = "torch.int64" if entry == "counters" else "real floating point"
     if not (value.dtype == torch.int64 if entry == "counters" else value.is_floating_point()):
-        wanted = "torch.int64" if entry == "counters" else "real floating point"
         raise ValueError(f"{what} must be {wanted}, got {value.dtype}")
     if entry == "step" and not 0 <= value.item() <= MOST:
         raise ValueError(f"{what} must be a number >= 0, got {value.item()}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch import distributed as dist
@@ -17,7 +17,7 @@ from ..distributed.placement import Placement
 from ..engine.bucket import Choice, Matrix
 from ..engine.plan import Plan
 from ..routing.layout import named_params, number_name
-from ..routing.names import looks_like_embedding_or_head
+from ..routing.names import aligned, looks_like_embedding_or_head
 from .counters import LAST, MADE, NEVER, OUTCOMES, PROBED, REFRESHED, REFRESHES, UNTIL, Event, last_event
 
 Placements = Mapping[int, Placement]
@@ -26,12 +26,18 @@ Counts = dict[str, list[int]]
 """How often each outcome was, for each matrix by name."""
 
 
-@dataclass(frozen=True)
-class MatrixReport:
-    """One matrix by its name: its counters and residuals, and what is known for pricing them.
-
-    `placement` is that of a matrix that several ranks share.
+class Flops(NamedTuple):
+    """What some outcomes of a matrix cost: by all ranks, by this one, and as the cheapest fresh solves on as
+    many ranks as work on the matrix.
     """
+
+    spent: int
+    here: int
+    fresh: int
+
+
+class MatrixReport(NamedTuple):
+    """One matrix by its name; `placement` is that of a matrix which several ranks share."""
 
     name: str
     matrix: Matrix
@@ -56,30 +62,17 @@ class MatrixReport:
         step = self.matrix.group["step"]
         return None if self.counters[LAST] < 0 else last_event(self.counters, self.residuals, step)
 
-    @property
-    def copies(self) -> int:
-        """How many other ranks work on the matrix: all of those that apply its owner's transforms."""
-        return len(self.placement.ranks) - 1 if self.placement and self.placement.replicated else 0
-
-    def spent(self, outcomes: Mapping[str, int]) -> int:
-        """The FLOPs of such outcomes, by all ranks."""
-        return self._by_owner(outcomes) + self.copies * _price(self.choice.prices.copy, outcomes)
-
-    def spent_here(self, outcomes: Mapping[str, int]) -> int:
-        """The FLOPs of such outcomes, by this rank."""
-        if self.placement is None or self.placement.owned:
-            return self._by_owner(outcomes)
-        return _price(self.choice.prices.copy, outcomes) if self.copies else 0
-
-    def _by_owner(self, outcomes: Mapping[str, int]) -> int:
-        """It makes a transform for other ranks also while the cache is suspended."""
-        prices = self.choice.prices
-        return _price(prices.executed | ({"uncached": prices.transform} if self.copies else {}), outcomes)
-
-    def fresh(self, outcomes: Mapping[str, int]) -> int:
-        """The FLOPs of the cheapest fresh solves instead, by as many ranks as work on the matrix."""
+    def flops(self, outcomes: Mapping[str, int]) -> Flops:
+        """What such outcomes cost. Where transforms are sent, all ranks work on the matrix, and its owner
+        makes one for them also while the cache is suspended.
+        """
+        prices, place = self.choice.prices, self.placement
+        copies = len(place.ranks) - 1 if place is not None and place.replicated else 0
+        owner = _price(prices.executed | ({"uncached": prices.transform} if copies else {}), outcomes)
+        copy = _price(prices.copy, outcomes) if copies else 0
         steps = sum(outcomes.values()) - outcomes.get("non-finite", 0)
-        return steps * self.choice.prices.solve * (1 + self.copies)
+        here = owner if place is None or place.owned else copy
+        return Flops(owner + copies * copy, here, steps * prices.solve * (1 + copies))
 
     @property
     def cache(self) -> str:
@@ -122,30 +115,22 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        cells = [["name", "shape", "to", "why", "lr", "solve", "hits", "saved", "cache"]]
+        table = [["name", "shape", "to", "why", "lr", "solve", "hits", "saved", "cache"]]
         for row in self.rows:
             solve = _flops(row.solve) if row.solve else "-"
             shares = [f"{share:.0%}" if math.isfinite(share) else "-" for share in (row.hits, row.saved)]
-            cells.append(
-                [row.name, str(row.shape), row.to, row.why, f"{row.lr:.3g}", solve, *shares, row.cache]
-            )
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        sides = "<<<<>>>><"
-        lines = (
-            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-            for row in cells
-        )
-        return "\n".join([*(line.rstrip() for line in lines), *self.notes])
+            own = [row.name, str(row.shape), row.to, row.why, f"{row.lr:.3g}"]
+            table.append([*own, solve, *shares, row.cache])
+        return "\n".join([*aligned(table, "<<<<>>>><"), *self.notes])
 
 
 def cache_stats(plan: Plan, placements: Placements, bytes_sent: Iterable[Counter[str]]) -> dict[str, Any]:
     """What was done so far: totals, and under "matrices" the same for each matrix by name.
 
-    `calls`, `hits`, `misses`, `hit_rate`; `flops`: matrix products executed, by all ranks that share a
-    matrix, and `flops_here` by this one; `flops_paper`: the same outcomes by the paper's cost model;
-    `bytes_sent`: by this rank to others, for each kind of collective. For each matrix also the misses by
-    reason, the last `residual`, the `refresh_residual`, the `age` of the transform and the `last` outcome.
-    Waits for the last step, but not for other ranks: all of them know all outcomes.
+    `flops` are matrix products executed, by all ranks that share a matrix, `flops_here` by this one, and
+    `flops_paper` those of the same outcomes by the paper's cost model; `bytes_sent` are those by this rank to
+    others, for each kind of collective. Waits for the last step, but not for other ranks: all of them know
+    all outcomes.
     """
     matrices: dict[str, dict[str, Any]] = {}
     for one in _reports(plan, placements):
@@ -158,8 +143,8 @@ def cache_stats(plan: Plan, placements: Placements, bytes_sent: Iterable[Counter
             "refresh_residual": one.residuals[REFRESHED],
             "age": one.age,
             "last": None if one.event is None else one.event.outcome,
-            "flops": one.spent(one.outcomes),
-            "flops_here": one.spent_here(one.outcomes),
+            "flops": one.flops(one.outcomes).spent,
+            "flops_here": one.flops(one.outcomes).here,
             "flops_paper": _price(one.choice.prices.paper, one.outcomes),
         }
     sums = ("calls", "hits", "flops", "flops_here", "flops_paper")
@@ -186,13 +171,12 @@ def counted(plan: Plan) -> Counts:
 def metrics(plan: Plan, placements: Placements, before: Counts, rates: Sequence[float]) -> dict[str, float]:
     """Numbers for a log, always under the same names: since `before`, and of the last step.
 
-    Since the last call of `metrics` (or since the optimizer was made, or its state loaded): `calls`, one
-    for each matrix and step; `hit_rate`, and the shares of calls that were `refreshed` (a new transform),
-    `rejected` (of these, for their residual), `bounded`, `uncached` and `non_finite`; `flops`: products
-    executed, by all ranks; `flops_saved`: the share of the FLOPs of fresh solves, by the same ranks, that was
-    not spent. Of the last step: `last/hit_rate`; `last/residual`, the median of the cached directions', and
-    `last/residual_max`; `last/age`, the mean of the transforms'. The learning rates now: `lr` and `lr_adam`,
-    the highest of Muon's groups and of Adam's. NaN where nothing is known.
+    Since the last call of `metrics`: `calls`, one for each matrix and step; `hit_rate`, and the shares of
+    calls that were `refreshed` (a new transform), `rejected` (of these, for their residual), `bounded`,
+    `uncached` and `non_finite`; `flops`, executed by all ranks; `flops_saved`, the share of the FLOPs of
+    fresh solves, by the same ranks, that was not spent. Of the last step: `last/hit_rate`; `last/residual`,
+    the median over cached directions, and `last/residual_max`; `last/age`, the mean over transforms. Now:
+    `lr` and `lr_adam`, the highest learning rates of Muon's groups and of Adam's. NaN where nothing is known.
 
     >>> import torch
     >>> from cachemuon import CacheMuon
@@ -209,12 +193,13 @@ def metrics(plan: Plan, placements: Placements, before: Counts, rates: Sequence[
     """
     reports = list(_reports(plan, placements))
     outcomes: Counter[str] = Counter()
-    spent = fresh = 0
+    flops = []
     for one in reports:
         new = one.outcomes
         new.subtract(dict(zip(OUTCOMES, before.get(one.name, ()), strict=False)))
         outcomes.update(new)
-        spent, fresh = spent + one.spent(new), fresh + one.fresh(new)
+        flops.append(one.flops(new))
+    spent = sum(one.spent for one in flops)
     last = [one.event for one in reports if one.event is not None]
     probed = [event.residual for event in last if math.isfinite(event.residual)]
     ages = [one.age for one in reports if one.age is not None]
@@ -229,7 +214,7 @@ def metrics(plan: Plan, placements: Placements, before: Counts, rates: Sequence[
         "calls": calls,
         **{name: _share(outcomes[outcome], calls) for name, outcome in shares.items()},
         "flops": spent,
-        "flops_saved": 1 - _share(spent, fresh),
+        "flops_saved": 1 - _share(spent, sum(one.fresh for one in flops)),
         "last/hit_rate": _share(sum(event.hit for event in last), len(last)),
         "last/residual": median(probed) if probed else math.nan,
         "last/residual_max": max(probed, default=math.nan),
@@ -256,15 +241,13 @@ def explain(plan: Plan, placements: Placements, rates: Sequence[float]) -> Expla
     found, rows = suspects(plan.groups), []
     for number, (group, lr) in enumerate(zip(plan.groups, rates, strict=True)):
         reasons = group.get("reasons") or ["as given"] * len(group["params"])
-        for (name, param), reason in zip(named_params(group, number), reasons, strict=True):
-            shape = tuple(param.shape)
-            if not group["use_muon"]:
-                rows.append(ParameterRow(name, shape, "adam", reason, lr))
-            elif param.numel() == 0:
-                rows.append(ParameterRow(name, shape, "muon", reason, lr, cache="empty"))
-            else:
-                reason += ", looks like an embedding or head" if name in found else ""
-                rows.append(_row(name, shape, reason, lr, known[param]))
+        for (name, param), why in zip(named_params(group, number), reasons, strict=True):
+            if param in known:
+                why += ", looks like an embedding or head" if name in found else ""
+                rows.append(_row(name, why, lr, known[param]))
+            else:  # without elements, if it is Muon's
+                to, cache = ("muon", "empty") if group["use_muon"] else ("adam", "")
+                rows.append(ParameterRow(name, tuple(param.shape), to, why, lr, cache=cache))
     return Explanation(tuple(rows), tuple(_notes(plan)))
 
 
@@ -280,24 +263,16 @@ def suspects(groups: list[Group]) -> set[str]:
     }
 
 
-def _row(
-    name: str, shape: tuple[int, ...], reason: str, lr: float, reports: list[MatrixReport]
-) -> ParameterRow:
+def _row(name: str, why: str, lr: float, reports: list[MatrixReport]) -> ParameterRow:
     outcomes = sum((one.outcomes for one in reports), Counter[str]())
-    spent = sum(one.spent(one.outcomes) for one in reports)
-    fresh = sum(one.fresh(one.outcomes) for one in reports)
+    flops = [one.flops(one.outcomes) for one in reports]
+    saved = 1 - _share(sum(one.spent for one in flops), sum(one.fresh for one in flops))
+    hits, solve = _share(outcomes["hit"], outcomes.total()), sum(one.choice.prices.solve for one in reports)
     states = Counter(one.cache for one in reports)
-    return ParameterRow(
-        name,
-        shape,
-        "muon",
-        reason if len(reports) == 1 else f"{reason}, {len(reports)} matrices",
-        lr,
-        sum(one.choice.prices.solve for one in reports),
-        _share(outcomes["hit"], outcomes.total()),
-        1 - _share(spent, fresh),
-        "; ".join(text if len(states) == 1 else f"{number} {text}" for text, number in states.items()),
-    )
+    cache = "; ".join(text if len(states) == 1 else f"{number} {text}" for text, number in states.items())
+    why = why if len(reports) == 1 else f"{why}, {len(reports)} matrices"
+    shape = tuple(reports[0].matrix.param.shape)
+    return ParameterRow(name, shape, "muon", why, lr, solve, hits, saved, cache)
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .layout import Split
-from .names import ADAM_SETTINGS, MUON_SETTINGS, OTHER_KEYS, misspelled
+from .names import ADAM_SETTINGS, MUON_SETTINGS, OTHER_KEYS, aligned, misspelled
 from .rules import Choice, Overrides, Route, routes
 
 Settings = Mapping[str, Any]
@@ -43,8 +43,7 @@ class ParamGroups(list[dict[str, Any]]):
         where = {True: "muon", False: "adam", None: "frozen"}
         rows = [("name", "shape", "route", "reason")]
         rows += [(r.name, str(r.shape), where[r.use_muon], r.reason) for r in self.routes]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + [""]
+        lines = [*aligned(rows, "<<<<"), ""]
         for use_muon, route in where.items():
             sizes = [math.prod(r.shape) for r in self.routes if r.use_muon is use_muon]
             lines.append(f"{route:6}  {len(sizes)} parameters, {sum(sizes)} elements")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 _SHARED = ("lr", "weight_decay", "eps")
@@ -26,6 +26,17 @@ OTHER_KEYS = frozenset({"name", "initial_lr"})
 _EMBEDDING_OR_HEAD = re.compile(
     r"embed|(^|[._])(wte|wpe|emb|heads?|classifier|score|logits)([.]|$)", re.IGNORECASE
 )
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """The lines of a table, each column to the side that `sides` says.
+
+    >>> aligned([("name", "n"), ("W", "12")], "<>")
+    ['name   n', 'W     12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[f"{cell:{s}{w}}" for cell, s, w in zip(row, sides, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def misspelled(key: str, known: Collection[str], cutoff: float = 0.85) -> str | None:
