@@ -8,6 +8,7 @@ import numpy as np
 from cachemuon_lab.config import CACHING, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from cachemuon_lab.models import GPT2Config, ResNetConfig
 from cachemuon_lab.optimizers import MISSES
+from cachemuon_lab.recipes import PAPERS, TODAYS
 from cachemuon_lab.record import Record, Run
 
 MATRICES = [f"blocks.{i}.{part}.weight" for i in (0, 1) for part in ("qkv", "output", "up", "down")]
@@ -99,6 +100,18 @@ def study(folder):
     write_run(folder / "gate", OptimizerConfig("paper", gamma=5.0), hits=5, loss=3.03, diagnostics="gate")
     write_run(folder / "age", OptimizerConfig("gram"), diagnostics="age", diagnose_every=5)
     return [Run.open(path) for path in sorted(folder.iterdir())]
+
+
+def two_families(folder):
+    """The paper's settings and today's, with a fresh and a cached optimizer each."""
+    papers = OptimizerConfig("gram", family=PAPERS)
+    todays = OptimizerConfig("gram", nesterov=True, family=TODAYS)
+    return [
+        write_run(folder / "papers-cached", replace(papers, kind="paper", gamma=5.0), hits=5, loss=3.15),
+        write_run(folder / "papers-fresh", papers, loss=3.2),
+        write_run(folder / "todays-cached", replace(todays, kind="cache", nesterov=False), hits=7, loss=2.95),
+        write_run(folder / "todays-fresh", todays, loss=2.9),
+    ]
 
 
 def _outcomes(optimizer, step, hits):

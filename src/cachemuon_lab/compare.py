@@ -12,15 +12,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
 
 from cachemuon_lab.config import CACHING, OptimizerConfig, RunConfig, with_overrides
+from cachemuon_lab.extend import extend
 from cachemuon_lab.ranks import Ranks
-from cachemuon_lab.recipes import NESTEROV_LR, Recipe, recipe
+from cachemuon_lab.recipes import Recipe
 from cachemuon_lab.record import CHECKPOINT, CONFIG, RECORD, Run
+from cachemuon_lab.side_by_side import train_side_by_side
 from cachemuon_lab.train import Progress, alone, train
 
 KINDS: tuple[str, ...] = get_args(get_type_hints(OptimizerConfig)["kind"])
@@ -109,35 +112,51 @@ def compare(
     seeds: int = 1,
     overrides: Iterable[str] = (),
     resume: bool = True,
+    continued: str | os.PathLike[str] | None = None,
+    workers: int = 1,
     device: str | torch.device | None = None,
     on_progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Run]:
     """Train the recipe's optimizers, or `variants`, with each seed, and return the finished runs.
 
-    `resume=False` begins all of them anew, in place of what the folder holds. `on_progress` gets what
+    `resume=False` begins all of them anew, in place of what the folder holds. `continued` is the folder of a
+    comparison whose finished runs those of the same names go on from (`extend`). With several `workers` so
+    many runs are trained at a time, each in a process with one thread on the CPU. `on_progress` gets what
     `train` tells, and `label`, `run` and `runs`: which of how many this is. The progress of a run that was
     finished before is told once.
     """
+    if workers < 1:
+        raise ValueError(f"workers must be an integer of at least 1, got {workers!r}")
+    if workers > 1 and Ranks.current().world > 1:
+        raise ValueError(f"workers must be 1 under torchrun, got {workers!r}")
     planned = plan(recipe, variants=variants, seeds=seeds, overrides=overrides)
     if not resume:  # all at once: what is interrupted then goes on without any run of before
         _remove([Path(out, name) for name in planned])
-    runs: list[Run] = []
-    for number, (name, config) in enumerate(planned.items(), start=1):
-        seed = f", seed {config.seed}" if seeds > 1 else ""
-        which = {"label": config.optimizer.label + seed, "run": number, "runs": len(planned)}
-        told = False
+    if continued is not None:
+        for name, config in planned.items():
+            extend(Path(continued, name), config, Path(out, name))
+    labels = {
+        name: config.optimizer.label + (f", seed {config.seed}" if seeds > 1 else "")
+        for name, config in planned.items()
+    }
+    numbers = {name: number for number, name in enumerate(planned, start=1)}
 
-        def tell(state: dict[str, Any], which: dict[str, Any] = which) -> None:
-            nonlocal told
-            told = True
-            if on_progress is not None:
-                on_progress({**state, **which})
+    def tell(name: str, state: dict[str, Any]) -> None:
+        if on_progress is not None:
+            which = {"label": labels[name], "run": numbers[name], "runs": len(planned)}
+            on_progress({**state, **which})
 
-        runs.append(train(config, Path(out, name), resume=True, device=device, on_progress=tell, stop=stop))
-        if not told:
-            tell(finished(runs[-1]))
-    return runs
+    folders = {name: Path(out, name) for name in planned}
+    for name, folder in folders.items():
+        if (folder / CONFIG).exists() and (run := Run.open(folder)).complete:
+            tell(name, finished(run))
+    if workers > 1:
+        return list(train_side_by_side(planned, Path(out), workers, tell, stop).values())
+    return [
+        train(config, folders[name], resume=True, device=device, on_progress=partial(tell, name), stop=stop)
+        for name, config in planned.items()
+    ]
 
 
 def _remove(folders: list[Path]) -> None:
@@ -160,22 +179,8 @@ def finished(run: Run) -> dict[str, Any]:
     return {**state, "validation": validation["loss"], **unknown}
 
 
-def demonstration(*, quick: bool = False) -> Recipe:
-    """What `cachemuon demo` compares: a shorter gpt2-nano, fewer optimizers; `quick` is a toy for tests.
-
-    The fresh ones have Nesterov's momentum and the learning rate that is best with it. On two idle cores all
-    six runs take a little over three minutes.
-    """
-    nano = recipe("gpt2-nano")
-    polar, gram = (
-        replace(variant(nano, kind), nesterov=True, lr=NESTEROV_LR["gram"]) for kind in ("polar", "gram")
-    )
-    paper = [variant(nano, "paper", gamma=gamma) for gamma in (2.0, 5.0, 15.0)]
-    settings: Sequence[str] = ("steps=300",)
-    if quick:
-        settings = (
-            *("model.layers=1", "model.heads=2", "model.width=16", "model.context=16"),
-            *("steps=6", "batch_size=2", "validate_every=3", "validation_batches=1"),
-        )
-    base = with_overrides(nano.base, settings)
-    return replace(nano, base=base, variants=(polar, gram, *paper, variant(nano, "cache")))
+def toy(recipe: Recipe) -> Recipe:
+    """A recipe of a GPT-2 made a toy of seconds, to see that all works."""
+    shape = ("model.layers=1", "model.heads=2", "model.width=16", "model.context=16")
+    length = ("steps=6", "batch_size=2", "validate_every=3", "validation_batches=1")
+    return replace(recipe, base=with_overrides(recipe.base, (*shape, *length)))

@@ -78,6 +78,7 @@ class OptimizerConfig:
     `fraction` of the rows is solved; "adamuon", "soap": with second moments of the decay `beta2`, as "dion3";
     "adamw": Adam for everything, by the `adam_` settings. `normalize` is that of `Muon` and `CacheMuon`,
     `precision` the dtype in which they iterate, on a CPU emulated. `head` says whose the output layer is.
+    Optimizers of one `family` are compared with one another; a recipe with several families names them.
 
     >>> OptimizerConfig("paper", gamma=2.0).label
     'CacheMuon.paper gamma=2'
@@ -112,6 +113,7 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_weight_decay: float = 1e-4
     head: Literal["adam", "muon"] = "adam"
+    family: str = ""
 
     def __post_init__(self) -> None:
         _check_choices(self, "optimizer.")
@@ -220,6 +222,9 @@ class RunConfig:
     orthogonalizes everything: it multiplies the FLOPs of the paper's model. `validation_batches=None`
     validates on all there are. `diagnostics="gate"` measures every probe of a CacheMuon run, "age" the
     transforms of `ages` steps ago in a GramMuon run, at every step that `diagnose_every` divides.
+
+    `continues` has the last steps of earlier, shorter schedules that this run continues: up to the first of
+    them the learning rate is that of a run which ends there, then that of a run of all `steps`.
     """
 
     name: str
@@ -239,6 +244,7 @@ class RunConfig:
     diagnostics: Literal["off", "gate", "age"] = "off"
     diagnose_every: int = 1
     ages: tuple[int, ...] = field(default=(1, 2, 3, 5, 8, 13, 21))
+    continues: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_choices(self, "")
@@ -253,6 +259,10 @@ class RunConfig:
             _at_least("validation_batches", self.validation_batches, 1)
         if not self.ages or list(self.ages) != sorted(set(self.ages)) or min(self.ages) < 1:
             raise ValueError(f"ages must be increasing integers of at least 1, got {self.ages!r}")
+        ends = (0, *self.continues, self.steps)
+        if list(ends) != sorted(set(ends)):
+            allowed = f"increasing steps from 1 to less than steps={self.steps}"
+            raise ValueError(f"continues must be {allowed}, got {self.continues!r}")
         needed = {"gate": CACHING, "age": ("gram",)}.get(self.diagnostics)
         if needed is not None and self.optimizer.kind not in needed:
             allowed, got = " or ".join(map(repr, needed)), repr(self.optimizer.kind)
@@ -267,6 +277,11 @@ class RunConfig:
             raise ValueError(
                 f"data.context must be at most model.context={self.model.context}, got {self.data.context!r}"
             )
+
+    def lr_factor(self, step: int, epoch: int = 1) -> float:
+        """The factor on every learning rate at a step, from 1 to `steps`; an epoch is `epoch` steps long."""
+        end = next(end for end in (*self.continues, self.steps) if step <= end)
+        return self.schedule.factor(step, end, epoch)
 
     def to_json(self) -> str:
         """The run as JSON text; `from_json` reads it back to an equal run."""

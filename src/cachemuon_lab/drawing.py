@@ -62,6 +62,14 @@ POINTS = 250
 """The most points of a band: what a column of print can show, and files stay small."""
 
 
+class Lacking(Exception):
+    """The runs do not hold what a figure shows; the message says what would."""
+
+
+Picture = tuple[Figure, str]
+"""A figure and its caption."""
+
+
 def colour(optimizer: OptimizerConfig) -> str:
     """The optimizer's colour in every figure; CacheMuon.paper's is a function of gamma.
 

@@ -19,7 +19,8 @@ from typing import Any
 from cachemuon_lab.config import CACHING, LABELS
 from cachemuon_lab.figures import Drawn, figures
 from cachemuon_lab.record import Run, write_atomically
-from cachemuon_lab.tables import COLUMNS, Comparison, Row, compare, tasks, to_html
+from cachemuon_lab.table_forms import to_html
+from cachemuon_lab.tables import COLUMNS, Comparison, Row, compare, tasks
 
 SVG_SCALE = 1.75
 """Pixels of the page for a point of a figure: its 8 point letters become 14 pixels high."""

@@ -2,9 +2,9 @@
 
     <out>/sweep.db, <out>/<settings of a trial>/
 
-Optuna keeps the trials in `sweep.db`. A trial whose validation loss is worse than the median of the others
-at the same step is pruned. Called again with the same folder the sweep goes on, a trial that was
-interrupted from its checkpoint. One process, or one group of ranks, at a time.
+Optuna keeps the trials in `sweep.db`. With `prune` a trial ends whose validation loss is worse than the
+median of the others at the same step; the paper trained all. Called again with the same folder the sweep goes
+on, a trial that was interrupted from its checkpoint. One process, or one group of ranks, at a time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def sweep(
     overrides: Iterable[str] = (),
     grid: Grid = SEARCH_GRID,
     trials: int | None = None,
-    prune: bool = True,
+    prune: bool = False,
     device: str | torch.device | None = None,
     on_progress: Progress | None = None,
 ) -> Sweep:

@@ -1,6 +1,6 @@
 """The paper's table from runs: a row for each optimizer, seeds merged, against both fresh baselines.
 
-`compare` makes a `Comparison` of the runs of one task; `to_rich`, `to_markdown` and `to_html` show it.
+`compare` makes a `Comparison` of the runs of one task; `table_forms` shows it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,22 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from itertools import groupby
 from pathlib import Path
-
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig, RunConfig, differences
 from cachemuon_lab.models import GPT2Config
 from cachemuon_lab.record import Run
+from cachemuon_lab.reported import Reported, reported
 
 DASH = "—"
 BASELINES = {LABELS[kind]: kind for kind in ("gram", "polar")}
-ORDER = ("polar", "gram", "paper", "cache", "stale", "jordan", "adamw")
+ORDER = ("polar", "gram", "paper", "cache", "stale", "jordan", "dion2", "dion3", "adamuon", "soap", "adamw")
 UNITS = {
     "percent": ((0.01, "%"),),
     "flops": ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1.0, "FLOPs")),
     "seconds": ((1.0, "seconds"), (1e-3, "ms")),
+    "pflops": ((1.0, "PFLOPs"),),
 }
 
 
@@ -58,13 +55,15 @@ class Column:
     key: str
     heading: str
     name: str
-    form: str  # "count", "loss", "percent", "flops" or "seconds"
+    form: str  # "count", "rate", "loss", "percent", "flops", "pflops" or "seconds"
+    always: bool = True  # else it is shown where a row has it
 
 
 COLUMNS = (
     Column("n", "", "runs", "count"),
+    Column("lr", "", "learning rate", "rate"),
     Column("loss", "best validation", "loss", "loss"),
-    Column("accuracy", "best validation", "accuracy", "percent"),
+    Column("accuracy", "best validation", "accuracy", "percent", always=False),
     Column("paper", "orthogonalization, {flops}", "paper", "flops"),
     Column("executed", "orthogonalization, {flops}", "executed", "flops"),
     *(
@@ -76,6 +75,13 @@ COLUMNS = (
     Column("orthogonalization_seconds", "median {seconds} per step", "matrices", "seconds"),
     Column("optimizer_seconds", "median {seconds} per step", "optimizer", "seconds"),
     Column("step_seconds", "median {seconds} per step", "step", "seconds"),
+    Column("reported_best_loss", "the paper reports", "loss", "loss", always=False),
+    Column("reported_pflops", "the paper reports", "PFLOPs", "pflops", always=False),
+    Column("reported_hit_rate", "the paper reports", "hit rate", "percent", always=False),
+    *(
+        Column(f"reported_saved_{kind}", "the paper reports", f"saved, {label}", "percent", always=False)
+        for label, kind in BASELINES.items()
+    ),
 )
 
 
@@ -94,6 +100,16 @@ class Row:
         return self.runs[0].config.optimizer.kind
 
     @property
+    def family(self) -> str:
+        """The rows that this one is compared with; empty where there is one family."""
+        return self.runs[0].config.optimizer.family
+
+    @property
+    def caches(self) -> bool:
+        """Whether the optimizer reuses what it computed at an earlier step."""
+        return self.kind in (*CACHING, "stale")
+
+    @property
     def title(self) -> str:
         """The label for people, marked if the row is not finished."""
         return shown(self.label) + (f" (unfinished: {self.unfinished})" if self.unfinished else "")
@@ -109,8 +125,23 @@ class Comparison:
 
     @property
     def columns(self) -> list[Column]:
-        """The columns to show: all, but accuracy only where a run has one."""
-        return [c for c in COLUMNS if c.key != "accuracy" or any(row.cells[c.key] for row in self.rows)]
+        """The columns to show: some of them only where a row has a value."""
+        return [column for column in COLUMNS if column.always or self._known(column)]
+
+    def _known(self, column: Column) -> bool:
+        return any(row.cells[column.key] for row in self.rows)
+
+    @property
+    def families(self) -> dict[str, list[Row]]:
+        """The rows by family: each is compared within its own."""
+        return {name: list(rows) for name, rows in groupby(self.rows, key=lambda row: row.family)}
+
+    def fresh(self, family: str) -> Row | None:
+        """The baseline of a family: of its optimizers that solve at every step the one of the lowest loss."""
+        rows = [row for row in self.families[family] if not row.caches and row.kind != "adamw"]
+        losses = {row.label: row.cells["loss"] for row in rows}
+        known = [row for row in rows if losses[row.label]]
+        return min(known, key=lambda row: row.cells["loss"].mean if row.cells["loss"] else 0.0, default=None)
 
     def unit(self, form: str) -> tuple[float, str]:
         """The unit of a form and its name: the largest that the largest number reaches."""
@@ -128,6 +159,8 @@ class Comparison:
         value = row.cells[column.key]
         if value is None:
             return DASH
+        if column.form == "rate":
+            return f"{value.mean:g}"
         scale, digits = self.unit(column.form)[0], {"count": 0, "loss": 3, "percent": 1}.get(column.form, 2)
         text = f"{value.mean / scale:z.{digits}f}".replace("-", "\N{MINUS SIGN}")
         if value.spread:
@@ -156,7 +189,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
     Runs that differ only in name, seed, checkpoints or measurement are one row. Of a row, only finished
     runs count if there are any, and one run per seed. Savings are over the steps that a run and its
-    baseline have both done. Rows stand in the order of `ORDER`, those of one kind by gamma.
+    baseline have both done. Rows stand by family, in the order of `ORDER`, those of one kind by gamma.
     """
     if len(tasks(runs)) != 1:
         raise ValueError(f"runs must be of one task, got {len(tasks(runs))}; sort them with tasks(runs)")
@@ -189,56 +222,16 @@ def describe(config: RunConfig) -> str:
     return f"{what}, {config.steps:,} steps of {batch:,} examples"
 
 
-def to_rich(comparison: Comparison, width: int = 100) -> Group:
-    """Tables for a terminal of that width: quantities down, rows across, as many side by side as fit."""
-    tables, across = [], max(1, (width - 28) // 16)
-    for first in range(0, len(comparison.rows), across):
-        table, rows = Table(""), comparison.rows[first : first + across]
-        for row in rows:
-            table.add_column(Text(row.title.replace(" ", "\n", 1)), justify="right")
-        for heading, group in groupby(comparison.columns, key=comparison.heading):
-            table.add_section()
-            if heading:
-                table.add_row(Text(heading, style="bold"))
-            for column in group:
-                name = Text(f"  {column.name}" if heading else column.name)
-                table.add_row(name, *(comparison.text(row, column) for row in rows))
-        tables.append(table)
-    return Group(Text(comparison.title), *tables, *(Text(note) for note in comparison.notes))
-
-
-def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table, a row for each optimizer; the notes below it."""
-    columns = comparison.columns
-    names = (", ".join(filter(None, (comparison.heading(c), c.name))) for c in columns)
-    lines = [["", *names], ["---", *("---:" for _ in columns)]]
-    lines += [[row.title, *(comparison.text(row, column) for column in columns)] for row in comparison.rows]
-    table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return "\n".join([*table, *(f"\n{note}" for note in comparison.notes)]) + "\n"
-
-
-def to_html(comparison: Comparison) -> str:
-    """An HTML table with both rows of headings; the notes are left to the page."""
-    columns, above = comparison.columns, ["<td></td>"]
-    for heading, group in groupby(columns, key=comparison.heading):
-        span, text = len(list(group)), escape(heading)
-        above.append(f'<th scope="colgroup" colspan="{span}">{text}</th>' if heading else "<td></td>")
-    names = "".join(f'<th scope="col">{escape(column.name)}</th>' for column in columns)
-    head = [f"<tr>{''.join(above)}</tr>", f'<tr><th scope="col">optimizer</th>{names}</tr>']
-    body = []
-    for row in comparison.rows:
-        cells = "".join(f"<td>{escape(comparison.text(row, column))}</td>" for column in columns)
-        body.append(f'<tr><th scope="row">{escape(row.title)}</th>{cells}</tr>')
-    return "\n".join(["<table><thead>", *head, "</thead><tbody>", *body, "</tbody></table>", ""])
-
-
 def _measured(run: Run, fresh: dict[str, list[Run]]) -> dict[str, float | None]:
     losses = [line["loss"] for line in run.validations if math.isfinite(line["loss"])]
     accuracies = [line["accuracy"] for line in run.validations if line["accuracy"] is not None]
-    measured = {
+    told = reported(run.config) or Reported()
+    measured: dict[str, float | None] = {
+        "lr": run.config.optimizer.lr,
         "loss": min(losses, default=None),
         "accuracy": max(accuracies, default=None),
         "hit_rate": run.hit_rate if run.config.optimizer.kind in (*CACHING, "stale") else None,
+        **{f"reported_{name}": getattr(told, name) for name in Reported.__dataclass_fields__},
     }
     for model, key in (("paper", "flops_paper"), ("executed", "flops")):
         measured[model] = _flops(run, key, _last(run))
@@ -268,8 +261,8 @@ def _last(run: Run) -> int:
     return int(run.steps[-1]["step"]) if run.steps else 0
 
 
-def _place(optimizer: OptimizerConfig) -> tuple[int, float]:
-    return ORDER.index(optimizer.kind), optimizer.gamma
+def _place(optimizer: OptimizerConfig) -> tuple[str, int, float]:
+    return optimizer.family, ORDER.index(optimizer.kind), optimizer.gamma
 
 
 def _without_seed(config: RunConfig) -> RunConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
@@ -54,34 +54,90 @@ def processes() -> Iterator[bool]:
         distributed.destroy_process_group()
 
 
+class Remaining:
+    """How long runs still take, from the steps they took since the first call of `seconds`.
+
+    >>> clock = iter([0.0, 10.0, 20.0])
+    >>> remaining = Remaining(lambda: next(clock))
+    >>> [remaining.seconds({"label": "a", "run": 1, "runs": 2, "step": k, "steps": 4}) for k in (0, 1, 4)]
+    [None, 70.0, 20.0]
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self._first: dict[int, float] = {}
+        self._now: dict[int, float] = {}
+
+    def seconds(self, state: dict[str, Any]) -> float | None:
+        """Seconds until all runs have ended, now that one has come so far; None at first."""
+        now, run = self._clock(), state["run"]
+        if self._began is None:
+            self._began = now
+        self._now[run] = state["step"] / state["steps"]
+        self._first.setdefault(run, self._now[run])  # what was done before this command
+        done = sum(self._now[run] - first for run, first in self._first.items())
+        return (now - self._began) * (state["runs"] - sum(self._now.values())) / done if done > 0 else None
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(8.2), duration(200)
+    ('8 s', '3 min 20 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 @contextmanager
 def progress(shown: bool = True) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What to call with the progress of runs: bars on a terminal, a line now and then elsewhere."""
+    """What to call with the progress of runs: one line for each that rewrites itself, and one for all.
+
+    Where there is no terminal it is a new line now and then.
+    """
     terminal = console(sys.stderr)
     if not shown:
         yield lambda state: None
         return
+    remaining = Remaining()
     if not terminal.is_terminal:
-        yield _print_line
+        yield lambda state: _print_line(state, remaining.seconds(state))
         return
     columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), "{task.fields[told]}")
-    with Bars(*columns, TimeRemainingColumn(), console=terminal) as bars:
+    with Bars(*columns, console=terminal) as bars:
         tasks: dict[str, TaskID] = {}
+        everything: TaskID | None = None
 
         def move(state: dict[str, Any]) -> None:
-            title = _title(state)
+            nonlocal everything
+            title, runs = _title(state), state["runs"]
             if title not in tasks:
+                if everything is not None:
+                    bars.remove_task(everything)  # it comes last
                 tasks[title] = bars.add_task(title, total=state["steps"], told="")
                 for old in list(tasks.values())[:-BARS]:
                     bars.update(old, visible=False)
-            bars.update(tasks[title], completed=state["step"], told=_told(state))
+                everything = bars.add_task("all runs", total=runs, told="", visible=runs > 1)
+            assert everything is not None
+            left = _left(remaining.seconds(state))
+            bars.update(tasks[title], completed=state["step"], told=_told(state) + left * (runs == 1))
+            over = sum(task.finished for task in bars.tasks if task.id != everything)
+            bars.update(everything, completed=over, told=left.strip())
 
         yield move
 
 
-def _print_line(state: dict[str, Any]) -> None:
+def _print_line(state: dict[str, Any], seconds: float | None) -> None:
     if state["step"] % max(1, state["steps"] // LINES) == 0 or state["step"] == state["steps"]:
-        say(f"{_title(state)}  step {state['step']}/{state['steps']}  {_told(state)}", sys.stderr)
+        step = f"step {state['step']}/{state['steps']}"
+        say(f"{_title(state)}  {step}  {_told(state)}{_left(seconds)}", sys.stderr)
+
+
+def _left(seconds: float | None) -> str:
+    return f"  about {duration(seconds)} left" if seconds else ""
 
 
 def _title(state: dict[str, Any]) -> str:

@@ -164,12 +164,12 @@ def _trained(
     validation: dict[str, Any] = {}
     first, began, seconds_before = standing.step, time.perf_counter(), standing.seconds
 
-    with _open_record(folder, config, data, device, standing, ranks) as record, _interrupts() as pressed:
+    with _open_record(folder, config, data, device, standing, ranks) as record, interrupts() as pressed:
         if tensorboard and ranks.main:
             record.listeners.append(TensorBoard(folder, standing.step))
         for step in range(first + 1, config.steps + 1):
             step_began = meter.now()
-            factor = config.schedule.factor(step, config.steps, epoch)
+            factor = config.lr_factor(step, epoch)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
             loss, tokens = torch.zeros((), device=device), 0
@@ -408,7 +408,7 @@ def _restored(
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
+def interrupts() -> Iterator[Callable[[], bool]]:
     """Within it a first Ctrl-C is only noted; a second ends the process as it always does."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -14,7 +14,7 @@ from cachemuon_lab import checkpoint
 from cachemuon_lab.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from cachemuon_lab.models import GPT2Config
 from cachemuon_lab.record import Run
-from cachemuon_lab.train import _interrupts, train
+from cachemuon_lab.train import interrupts, train
 
 PROGRAM = """
 import sys, time, torch
@@ -168,7 +168,7 @@ def test_a_record_that_cannot_grow_says_so(config, tmp_path):
 def test_a_second_interrupt_is_not_held_back(request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with _interrupts() as pressed:
+    with interrupts() as pressed:
         assert not pressed()
         os.kill(os.getpid(), signal.SIGINT)
         assert pressed()

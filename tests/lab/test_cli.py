@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import cachemuon
-from cachemuon_lab import checkpoint, cli
+from cachemuon_lab import checkpoint
 from cachemuon_lab.cli import app, main
+from cachemuon_lab.commands import training
 from cachemuon_lab.data import prepare
 from cachemuon_lab.recipes import RECIPES
 from cachemuon_lab.record import CHECKPOINT, CONFIG, ENVIRONMENT, RECORD, Run
@@ -117,6 +118,19 @@ def test_flops_of_the_papers_runs(arguments, gram, standard):
     assert f"GramMuon {gram} " in told and f"PolarExpMuon {standard} " in told and "PFLOPs" in told
 
 
+def test_flops_of_the_papers_table():
+    told = text(invoke("flops", "paper").stdout)
+    assert "gpt2-large-owt 2 33% 516.16; 516.16 644.99; 644.99 445.97; 468.77 13.6%; 9.2%" in told
+    assert "gpt2-small-owt 5 45% 37.18; 37.18 46.45; 46.45 26.67; 29.14" in told
+    assert "resnet18-cifar10 20 80% 2.32; 2.32 4.06; 4.06 1.98; 1.24" in told
+
+
+def test_the_settings_of_one_recipe_can_be_shown():
+    told = text(invoke("train", "resnet18-cifar10", "--list").stdout)
+    assert "PolarExpMuon GramMuon CacheMuon.paper" in told and "Muon lr 0.01 0.02 0.01" in told
+    assert "gamma 20 " in told and "steps 39,100" in told and "128 x 1 x 1" in told
+
+
 def test_flops_of_any_shapes():
     told = text(invoke("flops", "768x3072", "768x3072", "10x512", "--hit-rate", "0.5").stdout)
     assert "768x3072 2 7.253 37.16 29 40.77 27.3%" in told  # the paper's
@@ -148,6 +162,10 @@ def test_a_terminal_sees_bars(tiny, monkeypatch):
         r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", invoke("train", "gpt2-nano", "--optimizer", "stale", *tiny).stderr
     )
     assert re.search(r"StaleMuon .*6/6 .*hits 50%", told) and "step 6/6" not in told
+    assert re.search(r"about \d+ s left", told) and "all runs" not in told
+    two = ("compare", "gpt2-nano-ages", "--seeds", 2, "--set", "diagnostics=off", *tiny)
+    told = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", invoke(*two).stderr)
+    assert re.search(r"all runs .*2/2", told) and re.search(r"GramMuon, seed 1 \(2/2\) .*6/6", told)
 
 
 def test_train_needs_to_be_told_what_to_do_with_a_run(tiny, capsys):
@@ -220,21 +238,54 @@ def test_sweep_tells_the_best_as_overrides(tiny):
     assert "34 of 36 points are left" not in invoke(*arguments).stdout
 
 
-def test_demo_ends_with_what_it_means(tmp_path):
-    told = invoke("demo", "--quick", "--out", tmp_path / "out").stdout
-    *_, timing, saved, lost, place = told.splitlines()
+def test_the_folder_of_a_sweep_has_the_optimizer_in_its_name(tiny):
+    for optimizer in ("gram", "paper"):
+        invoke("sweep", "gpt2-nano", "--trials", 1, "--optimizer", optimizer, *tiny, "--set", "steps=2")
+    assert set(os.listdir("runs")) == {"gpt2-nano-sweep-gram", "gpt2-nano-sweep-paper-gamma2"}
+
+
+def test_train_and_compare_continue_a_shorter_run(tiny):
+    train = ("train", "gpt2-nano", "--optimizer", "gram", *tiny)
+    invoke(*train, "--out", "short")
+    longer = ("--set", "steps=8", "--set", "continues=6")
+    told = invoke(*train, *longer, "--continue", "short", "--out", "long").stderr
+    assert "step 7/8" in told and "step 6/8" not in told and len(Run.open("long").steps) == 8
+    invoke("compare", "gpt2-nano-ages", *tiny, "--set", "diagnostics=off", "--out", "all")
+    settings = ("--set", "diagnostics=off", *longer, "--continue", "all", "--out", "more")
+    told = invoke("compare", "gpt2-nano-ages", *tiny, *settings).stderr
+    assert "step 7/8" in told and "step 6/8" not in told
+
+
+def test_demo_ends_with_what_to_do_next(tmp_path):
+    out = tmp_path / "out"
+    result = invoke("demo", "--quick", "--out", out)
+    lines = result.stdout.splitlines()
+    (timing,) = [line for line in lines if line.endswith("s in all.")]
     assert re.fullmatch(r"\d+ s of training, \d+ s in all\.", timing)
-    paper, part = shown("CacheMuon.paper gamma="), r"-?\d+% \(-?\d+%\)"
+    told, paper = text(result.stdout), shown("CacheMuon.paper gamma=")
+    part = r"(0\.\d{3} (lower|higher)|the same), -?\d+% of GramMuon's"
     assert re.search(
-        rf"orthogonalization FLOPs CacheMuon saved.* {paper}15: {part}, CacheMuon nesterov=True: {part}\.",
-        saved,
+        rf"With the paper's settings, beside GramMuon, .*: {paper}2 {part}; {paper}5 {part}; {paper}15 {part}\.",
+        told,
     )
-    assert re.search(
-        rf"validation loss was, beside GramMuon's \d\.\d{{3}} .*, {paper}2: [+-]0\.\d{{3}}, {paper}5", lost
-    )
-    assert "one seed" in lost and "noise" in lost
-    assert f"The report is {tmp_path / 'out' / 'report.html'}" in place
-    assert any("frontier" in name for name in os.listdir(tmp_path / "out" / "figures"))
+    assert re.search(rf"With today's settings, beside GramMuon nesterov=True, .*: CacheMuon .*{part}\.", told)
+    assert "One seed" in told and f"The report is {out / 'report.html'}" in told
+    next_steps = lines[lines.index("Next:") + 1 :]
+    assert len(next_steps) == 3 and str(out / "report.html") in next_steps[0]
+    assert "cachemuon compare demo --seeds 3" in next_steps[1] and "docs/quickstart.md" in next_steps[2]
+    assert any("frontier" in name for name in os.listdir(out / "figures"))
+    again = invoke("demo", "--quick", "--out", out)  # all runs are there: each is told once
+    assert len(again.stderr.splitlines()) == 1 + len(RECIPES["demo"].variants)
+    assert [line for line in again.stdout.splitlines() if "s in all" not in line] == [
+        line for line in lines if "s in all" not in line
+    ]
+
+
+def test_ctrl_c_leaves_a_demonstration_that_goes_on(tiny):
+    code, lines = interrupted(["demo", "--quick", "--out", "out"], when="step 1/6")
+    assert code == 130 and lines[-1].startswith("cachemuon: stopped after step ")
+    assert lines[-1].endswith("to go on: cachemuon demo --quick --out out")
+    assert "Next:" in invoke("demo", "--quick", "--out", "out").stdout
 
 
 def test_prepare_text_for_training(tiny, capsys):
@@ -349,7 +400,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     def broken():
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_list_recipes", broken)
+    monkeypatch.setattr(training, "list_recipes", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train", "--list"])
 
@@ -358,7 +409,7 @@ def test_an_early_interrupt_tells_how_to_go_on(monkeypatch, capsys):
     def early():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_list_recipes", early)
+    monkeypatch.setattr(training, "list_recipes", early)
     code, _, told = called(capsys, "train", "--list", "--overwrite")
     assert (code, told) == (130, "cachemuon: interrupted; to go on: cachemuon train --list --resume\n")
 

@@ -1,11 +1,16 @@
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
-from cachemuon_lab.compare import compare, configure, demonstration, plan, variant
+from cachemuon_lab.compare import compare, configure, plan, toy, variant
 from cachemuon_lab.config import OptimizerConfig, with_overrides
 from cachemuon_lab.recipes import RECIPES, recipe
-from cachemuon_lab.record import RECORD
+from cachemuon_lab.record import CHECKPOINT, RECORD, Run
 from cachemuon_lab.train import Interrupted
 
 NANO, RESNET = recipe("gpt2-nano"), recipe("resnet18-cifar10")
@@ -153,14 +158,96 @@ def test_a_finished_run_without_steps_is_damaged(tiny, tmp_path):
         compare(tiny, tmp_path / "out", variants=[GRAM])
 
 
-def test_the_demonstration_is_gpt2_nano():
-    full, quick = demonstration(), demonstration(quick=True)
-    assert full.base == replace(NANO.base, steps=300) and quick.base.steps < 10
-    assert full.variants == quick.variants
-    assert [one.label for one in full.variants] == [
-        *("PolarExpMuon nesterov=True", "GramMuon nesterov=True"),
-        *("CacheMuon.paper gamma=2", "CacheMuon.paper gamma=5", "CacheMuon.paper gamma=15"),
-        "CacheMuon nesterov=True",
-    ]
-    assert all(isinstance(one, OptimizerConfig) for one in full.variants)
-    assert [one.lr for one in full.variants] == [0.04, 0.04, 0.02, 0.02, 0.02, 0.08]
+def test_a_toy_keeps_the_optimizers():
+    small = toy(recipe("demo"))
+    assert small.variants == recipe("demo").variants and small.base.steps < 10
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_trainings_side_by_side_are_those_one_after_another(tiny, tmp_path, one_thread):
+    states = []
+    runs = compare(tiny, tmp_path / "two", workers=2, on_progress=states.append)
+    alone = compare(tiny, tmp_path / "one")
+    assert [run.folder.name for run in runs] == [run.folder.name for run in alone]
+    assert list(map(losses, runs)) == list(map(losses, alone))
+    assert {run.environment["threads"] for run in runs} == {1}
+    for number in (1, 2, 3):
+        assert [s["step"] for s in states if s["run"] == number] == list(range(1, 7))
+    states.clear()
+    compare(tiny, tmp_path / "two", workers=2, on_progress=states.append)
+    assert [(s["run"], s["step"]) for s in states] == [(1, 6), (2, 6), (3, 6)]  # each told once
+
+
+def test_trainings_side_by_side_can_be_interrupted(tiny, tmp_path, one_thread):
+    longer = replace(tiny, base=replace(tiny.base, steps=80))
+    states = []
+    with pytest.raises(Interrupted):
+        compare(longer, tmp_path / "out", workers=2, on_progress=states.append, stop=lambda: len(states) > 20)
+    reached = [Run.open(path).steps[-1]["step"] for path in sorted((tmp_path / "out").iterdir())]
+    assert reached and max(reached) < 80
+    runs = compare(longer, tmp_path / "out", workers=2)
+    assert losses(runs[0]) == losses(compare(longer, tmp_path / "whole", variants=[POLAR])[0])
+
+
+def test_an_error_in_one_of_them_is_raised(tiny, tmp_path):
+    wrong = replace(tiny, base=with_overrides(tiny.base, ["data.path=nowhere"]))
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        compare(wrong, tmp_path / "out", workers=2)
+    with pytest.raises(ValueError, match="workers must be an integer of at least 1, got 0"):
+        compare(tiny, tmp_path / "out", workers=0)
+
+
+def test_a_training_process_that_dies_is_told(tiny, tmp_path):
+    longer = replace(tiny, base=replace(tiny.base, steps=5000))
+
+    def kill_one(state):
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+            return
+
+    with pytest.raises(OSError, match="a training process died"):
+        compare(longer, tmp_path / "out", workers=2, on_progress=kill_one)
+
+
+def test_a_run_continues_a_finished_one(tiny, tmp_path):
+    longer = replace(tiny, base=replace(tiny.base, steps=10, continues=(6,)))
+    variants = [GRAM, PAPER]
+    short = compare(tiny, tmp_path / "short", variants=variants)
+    states = []
+    runs = compare(
+        longer, tmp_path / "long", variants=variants, continued=tmp_path / "short", on_progress=states.append
+    )
+    assert [s["step"] for s in states] == [7, 8, 9, 10] * 2
+    assert list(map(losses, runs)) == list(
+        map(losses, compare(longer, tmp_path / "whole", variants=variants))
+    )
+    for before, run in zip(short, runs, strict=True):
+        assert run.steps[:6] == before.steps and run.end["step"] == 10
+        assert run.steps[6]["lr"] > run.steps[5]["lr"]  # the schedule of all ten steps
+    again = compare(longer, tmp_path / "long", variants=variants, continued=tmp_path / "nowhere")
+    assert list(map(losses, again)) == list(map(losses, runs))
+
+
+def test_only_the_same_run_can_be_continued(tiny, tmp_path):
+    longer = replace(tiny, base=replace(tiny.base, steps=10, continues=(6,)))
+    go_on = partial(compare, variants=[GRAM], continued=tmp_path / "short")
+    with pytest.raises(ValueError, match="gram-s0 is no run"):
+        go_on(longer, tmp_path / "long")
+    compare(tiny, tmp_path / "short", variants=[GRAM])
+    with pytest.raises(
+        ValueError, match=r"gram-s0 has another run: optimizer\.momentum is 0\.95 there, not 0\.9"
+    ):
+        go_on(longer, tmp_path / "long", overrides=["optimizer.momentum=0.9"])
+    with pytest.raises(ValueError, match=r"must have a finished run of 5 steps .* got a finished run of 6"):
+        go_on(longer, tmp_path / "long", overrides=["continues=5"])
+    (tmp_path / "short" / "gram-s0" / CHECKPOINT).unlink()
+    with pytest.raises(ValueError, match="and its checkpoint"):
+        go_on(longer, tmp_path / "long")
+    assert not (tmp_path / "long").exists()

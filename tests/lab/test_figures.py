@@ -7,13 +7,15 @@ from dataclasses import replace
 import matplotlib
 import numpy as np
 import pytest
-from made_runs import CONFIG, IMAGES, MATRICES, study, write_run
+from made_runs import CONFIG, IMAGES, MATRICES, study, two_families, write_run
 from matplotlib.container import BarContainer
 
 from cachemuon_lab import drawing
 from cachemuon_lab.config import OptimizerConfig
-from cachemuon_lab.figures import Lacking, ages, ages_by_layer, figures, frontier, gate, quality, work
-from cachemuon_lab.recipes import nano_optimizers
+from cachemuon_lab.diagnostic_figures import ages, ages_by_layer, gate, gate_by_layer
+from cachemuon_lab.drawing import Lacking
+from cachemuon_lab.figures import figures, frontier, quality, work
+from cachemuon_lab.recipes import PAPERS, nano_optimizers
 from cachemuon_lab.tables import compare, shown
 
 GRAM, POLAR = OptimizerConfig("gram"), OptimizerConfig("polar")
@@ -134,6 +136,17 @@ def test_ages_by_layer_has_a_panel_per_matrix(runs):
     assert drawn.get_ydata()[-1] == np.median(own)
 
 
+def test_gate_by_layer_has_a_panel_per_matrix(runs):
+    measured = [run for run in runs if run.probes]
+    figure, caption = gate_by_layer(measured)
+    assert [axes.get_title() for axes in figure.axes] == [name.removesuffix(".weight") for name in MATRICES]
+    own = [one["accepted"] for one in measured[0].probes if one["name"] == MATRICES[3]]
+    x, y = line(figure.axes[3], "accepted")
+    assert list(x) == list(range(2, 101)) and y[50] == pytest.approx(np.mean(own[43:58]))
+    assert np.allclose(line(figure.axes[3], "rejected")[1], 1 - y)
+    assert "a panel for each matrix" in caption and shown("CacheMuon.paper gamma=5") in caption
+
+
 def test_ages_by_layer_of_many_matrices_has_a_panel_per_kind(tmp_path):
     run = write_run(tmp_path / "a", GRAM)
     names = [f"blocks.{i}.{part}.weight" for i in range(20) for part in ("qkv", "up")]
@@ -161,6 +174,20 @@ def test_frontier_places_each_optimizer_by_its_flops_and_loss(comparison):
         assert any(np.array_equal(one.get_xydata(), joined) for one in right.lines)
 
 
+def test_families_have_panels_of_their_own(tmp_path):
+    comparison = compare(two_families(tmp_path))
+    papers, todays, bars = quality(comparison)[0].axes
+    assert (papers.get_title(), todays.get_title()) == ("The paper's settings", "Today's settings")
+    titles = [{str(one.get_label()).split(" (")[0] for one in axes.lines} for axes in (papers, todays)]
+    assert titles[0] == {"GramMuon", shown("CacheMuon.paper gamma=5")}
+    assert titles[1] == {"GramMuon nesterov=True", "CacheMuon"}
+    assert len(bars.get_yticklabels()) == 2
+    figure, caption = frontier(comparison)
+    assert len(figure.axes) == 4 and "compared within it" in caption
+    for axes, label in zip(figure.axes[::2], ("The paper's settings", "Today's settings"), strict=True):
+        assert axes.get_ylabel() == f"{label}\nbest validation loss" and len(axes.containers) == 2
+
+
 def test_work_adds_up(comparison):
     left, right = work(comparison)[0].axes
     assert line(left, "GramMuon")[1][-1] == 80 and line(right, "GramMuon")[1][-1] == 72
@@ -171,7 +198,7 @@ def test_work_adds_up(comparison):
 def test_what_the_runs_lack_is_told(tmp_path):
     run = write_run(tmp_path / "run", POLAR)
     drawn = {one.name: one for one in figures([run], tmp_path / "figures", formats=("png",))}
-    assert list(drawn) == ["quality", "frontier", "work", "gate", "ages", "ages-by-layer"]
+    assert list(drawn) == ["quality", "frontier", "work", "gate", "gate-by-layer", "ages", "ages-by-layer"]
     assert drawn["quality"].paths == (tmp_path / "figures" / "quality.png",)
     for name, need in (("frontier", "CacheMuon"), ("gate", "diagnostics=gate"), ("ages", "diagnostics=age")):
         assert drawn[name].paths == ()
@@ -205,12 +232,12 @@ def test_several_tasks_and_several_diagnosed_optimizers_are_numbered(tmp_path):
     ]
     names = [drawn.name for drawn in figures(made, tmp_path / "figures", formats=("png",)) if drawn.paths]
     assert names[:4] == ["task1-quality", "task1-work", "task2-quality", "task2-work"]
-    assert names[4:] == ["task2-gate-1", "task2-gate-2"]
+    assert names[4:] == [f"task2-{name}-{number}" for name in ("gate", "gate-by-layer") for number in (1, 2)]
 
 
 def test_colours_are_fixed_and_lines_can_be_told_apart(comparison):
-    ours = {drawing.colour(optimizer) for optimizer in nano_optimizers()}
-    assert len(ours) == len(nano_optimizers()) == 8
+    ours = {drawing.colour(optimizer) for optimizer in nano_optimizers() if optimizer.family == PAPERS}
+    assert len(ours) == 7
     paper, cache = OptimizerConfig("paper", gamma=5.0), OptimizerConfig("cache", gamma=5.0)
     assert drawing.colour(replace(paper, lr=0.5)) == drawing.colour(paper) == "#e69f00"
     assert drawing.colour(replace(cache, gamma=2.0)) == drawing.colour(cache) == drawing.COLOURS["cache"]

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,8 @@ from cachemuon_lab import train as train_module
 from cachemuon_lab.config import OptimizerConfig, RunConfig, with_overrides
 from cachemuon_lab.data.images import ImageBatches
 from cachemuon_lab.models import GPT2Config, build
-from cachemuon_lab.recipes import RECIPES, REPORTED, SEARCH_GRID, recipe
+from cachemuon_lab.recipes import NANO_LR, PAPERS, RECIPES, SEARCH_GRID, TODAYS, recipe
+from cachemuon_lab.reported import REPORTED, Reported, reported
 from cachemuon_lab.train import train
 
 PAPER = ["gpt2-large-owt", "gpt2-small-owt", "resnet18-cifar10"]
@@ -115,10 +117,39 @@ def test_recipes_cost_what_the_paper_reports(name):
     assert total(solver="standard") / 1e15 == pytest.approx(REPORTED[name, "PolarExpMuon"].pflops, abs=0.005)
 
 
+def test_what_the_paper_reports_is_found_by_the_run():
+    large = recipe("gpt2-large-owt")
+    told = [reported(replace(run, seed=3, checkpoint_every=7)) for run in large.runs()]
+    assert [one.pflops for one in told] == [644.99, 516.16, 445.97, 296.90, 226.88, 180.76]
+    assert [one.best_loss for one in told] == [3.039, 3.037, 3.041, None, None, 3.096]
+    cached = large.runs()[2]
+    assert reported(replace(cached, replicas=4, accumulation=16)) == told[2]  # the same batch
+    other = [replace(cached, steps=100), replace(cached, optimizer=replace(cached.optimizer, lr=0.5))]
+    other += [replace(cached, batch_size=2), *recipe("gpt2-nano").runs()]
+    assert [reported(run) for run in other] == [None] * len(other)
+    assert reported(recipe("gpt2-large-owt-4.8b").runs()[2]) == Reported(saved_gram=0.22, saved_polar=0.38)
+
+
+def test_savings_that_the_paper_reports_are_those_of_its_flops():
+    for (name, _), told in REPORTED.items():
+        if told.pflops is not None and told.saved_gram is not None:
+            for kind, saved in (("GramMuon", told.saved_gram), ("PolarExpMuon", told.saved_polar)):
+                assert 1 - told.pflops / REPORTED[name, kind].pflops == pytest.approx(saved, abs=0.0055)
+
+
+def test_the_longer_run_continues_the_shorter():
+    base, short = recipe("gpt2-large-owt-4.8b").base, recipe("gpt2-large-owt").base
+    assert base.continues == (short.steps,)
+    for step in (1, 2000, short.steps):
+        assert base.lr_factor(step) == short.lr_factor(step)
+    assert base.lr_factor(short.steps) == 0.05 and base.lr_factor(short.steps + 1) == 1
+    assert base.lr_factor(base.steps) == pytest.approx(0.05)
+
+
 def test_what_is_reported_is_what_is_compared():
     for name in PAPER:
         labels = {variant.label for variant in recipe(name).variants}
-        assert labels == {label for reported, label in REPORTED if reported == name}
+        assert labels == {label for name_, label in REPORTED if name_ == name}
 
 
 def test_the_settings_of_resnet_differ_by_optimizer():
@@ -128,6 +159,29 @@ def test_the_settings_of_resnet_differ_by_optimizer():
     assert settings["paper"] == (0.01, 0.9, 20.0, "muon")
     base = recipe("resnet18-cifar10").base
     assert (base.steps, base.batch_size, base.seed, base.schedule.kind) == (39_100, 128, 42, "cosine")
+
+
+def test_families_are_compared_within_themselves():
+    for name in ("demo", "gpt2-nano"):
+        families = {}
+        for one in recipe(name).variants:
+            families.setdefault(one.family, []).append(one)
+        papers, todays = families[PAPERS], families[TODAYS]
+        shared = {(one.lr, one.momentum, one.nesterov, one.adjust_lr_fn, one.adam_lr) for one in papers}
+        assert shared == {(NANO_LR, 0.95, False, "none", 2e-3)}
+        assert "gram" in {one.kind for one in papers} and "cache" not in {one.kind for one in papers}
+        assert [one.kind for one in todays][-1] == "cache" and len(todays) == 2
+    assert {one.family for name in PAPER for one in recipe(name).variants} == {""}
+
+
+def test_the_demonstration_has_the_papers_gammas():
+    demo = recipe("demo")
+    labels = ["GramMuon", *(f"CacheMuon.paper gamma={gamma}" for gamma in (2, 5, 15))]
+    assert [one.label for one in demo.variants][:4] == labels
+    assert demo.base == replace(
+        recipe("gpt2-nano").base,
+        **{key: getattr(demo.base, key) for key in ("name", "steps", "validate_every", "optimizer")},
+    )
 
 
 def test_the_settings_of_gpt2_are_shared():

@@ -8,12 +8,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from made_runs import CONFIG, ENVIRONMENT, IMAGES, study, write_run
+from made_runs import CONFIG, ENVIRONMENT, IMAGES, study, two_families, write_run
 from rich.console import Console
 
 from cachemuon_lab.config import DataConfig, OptimizerConfig
+from cachemuon_lab.recipes import recipe
 from cachemuon_lab.report import write_report
-from cachemuon_lab.tables import COLUMNS, DASH, compare, shown, tasks, to_html, to_markdown, to_rich
+from cachemuon_lab.summary import summary_tables, verdicts
+from cachemuon_lab.table_forms import to_html, to_markdown, to_rich
+from cachemuon_lab.tables import COLUMNS, DASH, compare, shown, tasks
 
 GRAM, POLAR, CACHE = OptimizerConfig("gram"), OptimizerConfig("polar"), OptimizerConfig("paper", gamma=5.0)
 COLUMN = {column.key: column for column in COLUMNS}
@@ -130,7 +133,7 @@ def test_a_run_that_has_just_begun_is_all_dashes(tmp_path):
     run = write_run(tmp_path / "a", GRAM, done=1)
     run.steps.clear()
     comparison = compare([run])
-    assert {text(comparison, "GramMuon", key) for key in COLUMN if key != "n"} == {DASH}
+    assert {text(comparison, "GramMuon", key) for key in COLUMN if key not in ("n", "lr")} == {DASH}
     assert "No run has been validated yet" in write_report([run], tmp_path).read_text(encoding="utf-8")
 
 
@@ -189,6 +192,48 @@ def test_the_terminal_table_fits_its_width(runs, width):
     assert sum(line.count("3.065 ± 0.007") for line in shown_lines) == 1
 
 
+def test_families_are_told_apart(tmp_path):
+    comparison = compare(two_families(tmp_path / "runs"))
+    titles = ["GramMuon", shown("CacheMuon.paper gamma=5"), "GramMuon nesterov=True", "CacheMuon"]
+    assert [row.title for row in comparison.rows] == titles
+    for form in (to_markdown(comparison), to_html(comparison)):
+        places = [form.rindex(text) for text in ("The paper", titles[1], "Today", titles[3])]
+        assert places == sorted(places)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(to_rich(comparison, 100))
+    assert "The paper's settings" in console.file.getvalue() and "Today's settings" in console.file.getvalue()
+    papers, todays = comparison.families
+    assert (comparison.fresh(papers).title, comparison.fresh(todays).title) == (titles[0], titles[2])
+    page = " ".join(Checked(write_report(comparison.rows[0].runs, tmp_path).read_text()).words)
+    assert "The paper's settings" not in page  # one family needs no name
+
+
+def test_a_summary_compares_within_a_family(tmp_path):
+    first, second, chance = verdicts(compare(two_families(tmp_path)))
+    assert first.startswith("With the paper's settings, beside GramMuon, ")
+    assert first.endswith(shown("CacheMuon.paper gamma=5 0.050 lower, 60% of GramMuon's."))
+    assert second.startswith("With today's settings, beside GramMuon nesterov=True, ")
+    assert second.endswith("CacheMuon 0.050 higher, 35% of GramMuon's.")
+    assert "One seed" in chance
+    alone = compare([write_run(tmp_path / "alone", CACHE, hits=5)])
+    assert len(verdicts(alone)) == 1 and [table.row_count for table in summary_tables(alone)] == [1]
+
+
+def test_the_papers_numbers_stand_beside_a_run_of_its_recipe(tmp_path):
+    base = recipe("resnet18-cifar10").base
+    runs = [
+        write_run(tmp_path / one.kind, one, config=base, done=400) for one in recipe(base.name).variants[1:]
+    ]
+    comparison = compare(runs)
+    label = "CacheMuon.paper gamma=20"
+    assert text(comparison, label, "reported_pflops") == "1.98"
+    assert text(comparison, label, "reported_hit_rate") == "80.0 %"
+    assert text(comparison, label, "reported_saved_polar") == "51.0 %"
+    assert text(comparison, "GramMuon", "reported_pflops") == "2.32"
+    assert "the paper reports" in write_report(runs, tmp_path).read_text(encoding="utf-8")
+    assert "reported_best_loss" not in {column.key for column in comparison.columns}  # it gives none
+
+
 class Checked(HTMLParser):
     """Follows the page's elements; an end tag that does not match its start is an error."""
 
@@ -229,7 +274,7 @@ def test_the_page_can_be_read_by_all(page):
     assert parsed.all("html")[0]["lang"] == "en" and len(parsed.all("h1")) == 1
     assert "width=device-width" in parsed.all("meta")[1]["content"]
     images = parsed.all("img")
-    assert len(images) == 6 and all(len(image["alt"]) > 20 for image in images)
+    assert len(images) == 7 and all(len(image["alt"]) > 20 for image in images)
     assert all(heading.get("scope") for heading in parsed.all("th"))
     assert len(parsed.all("table")) <= sum(box.get("class") == "scroll" for box in parsed.all("div"))
     assert "prefers-color-scheme: dark" in page

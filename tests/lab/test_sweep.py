@@ -108,11 +108,11 @@ def test_trials_are_done_in_portions(tiny, tmp_path):
 def test_a_bad_point_is_pruned(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STARTUP_TRIALS", 2)
     grid = {"optimizer.adam_lr": (50.0, 1e-3, 2e-3)}  # the sampler's order, which is fixed, begins at the end
-    result = sweep(tiny, tmp_path / "out", grid=grid)
+    result = sweep(tiny, tmp_path / "out", grid=grid, prune=True)
     assert [t.pruned for t in result.trials] == [False, False, True]
     bad = result.trials[-1]
     assert bad.settings == {"optimizer.adam_lr": 50.0} and bad.steps < 6 and not Run.open(bad.folder).complete
-    unpruned = sweep(tiny, tmp_path / "unpruned", grid=grid, prune=False)
+    unpruned = sweep(tiny, tmp_path / "unpruned", grid=grid)
     assert [t.pruned for t in unpruned.trials] == [False] * 3 and unpruned.best.value == result.best.value
 
 
@@ -127,7 +127,7 @@ def test_a_proxy_is_validated_often_enough(tiny, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:a gradient has a NaN:RuntimeWarning")
 def test_a_point_that_never_was_finite_is_the_worst(tiny, tmp_path):
-    result = sweep(tiny, tmp_path / "out", grid={"optimizer.adam_lr": (2e-3, 1e30)}, prune=False)
+    result = sweep(tiny, tmp_path / "out", grid={"optimizer.adam_lr": (2e-3, 1e30)})
     assert result.trials[-1].value == math.inf and result.best.settings == {"optimizer.adam_lr": 2e-3}
 
 
