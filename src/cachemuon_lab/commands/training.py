@@ -135,7 +135,8 @@ def compare(
     seeds: Seeds = 1,
     settings: Set = None,
     extra: Annotated[
-        list[str] | None, typer.Option("--with", metavar="KIND", help="Add adamw, stale, jordan or cache.")
+        list[str] | None,
+        typer.Option("--with", metavar="KIND", help="Add an optimizer of another kind, as adamw."),
     ] = None,
     continued: Annotated[
         Path | None,
