@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,10 @@ def shared_settings(chosen: Recipe) -> Titled:
         examples *= rows["context"]
     else:
         rows["model"] = f"ResNet-18 of width {model.width}"
-    unit = "tokens" if isinstance(model, GPT2Config) else "images"
     rows["steps"] = f"{base.steps:,}"
     rows["batch size x accumulation x devices"] = f"{base.batch_size} x {base.accumulation} x {base.replicas}"
-    rows[f"{unit} in a step; in all"] = f"{examples:,}; {examples * base.steps:,}"
+    rows["tokens or images in a step"] = f"{examples:,}"
+    rows["tokens or images in all"] = f"{examples * base.steps:,}"
     batches = "all" if base.validation_batches is None else base.validation_batches
     rows["validation"] = f"every {base.validate_every} steps, {batches} batches"
     schedule = base.schedule
@@ -99,46 +100,45 @@ def search_grid() -> Titled:
 
 
 def flops_table() -> Titled:
-    """The paper's table of orthogonalization FLOPs: its numbers, and those of its model from the shapes.
+    """The paper's table of orthogonalization FLOPs, and what its model gives at the paper's hit rates.
 
-    The model's CacheMuon has the paper's hit rate for every matrix alike. The paper gives no other; where
-    matrices hit unequally, the model's price is wrong by as much.
+    The fresh columns are the model's, which are the paper's own numbers. For CacheMuon the model is given one
+    hit rate for all matrices, as the paper prints no other; where matrices hit unequally it is wrong.
     """
     heads = ["run", "gamma", "hits", "GramMuon", "PolarExpMuon", "CacheMuon", "saved", "saved, PolarExpMuon"]
-    cells = [heads]
+    cells = [[*heads, "CacheMuon, model", "saved, model"]]
     for (name, label), told in REPORTED.items():
-        base = RECIPES[name].base
-        if told.hit_rate is None or told.pflops is None or name not in SHAPES:
+        if (
+            told.pflops is None
+            or told.hit_rate is None
+            or told.saved_gram is None
+            or told.saved_polar is None
+        ):
             continue
-        gram, polar = (REPORTED[name, LABELS[kind]].pflops for kind in ("gram", "polar"))
-        price = {
-            solver: total(SHAPES[name], base.steps, solver=solver, replicas=base.replicas) / 1e15
-            for solver in ("gram", "standard")
-        }
-        hits = told.hit_rate
-        cached = total(SHAPES[name], base.steps, solver="cache", hits=hits, replicas=base.replicas) / 1e15
-        pairs = (
-            *((gram, price["gram"]), (polar, price["standard"]), (told.pflops, cached)),
-            (told.saved_gram, 1 - cached / price["gram"]),
-            (told.saved_polar, 1 - cached / price["standard"]),
-        )
-        forms = (".2f", ".2f", ".2f", ".1%", ".1%")
-        texts = [f"{a:{form}}; {b:{form}}" for (a, b), form in zip(pairs, forms, strict=True)]
-        cells.append([name, label.rpartition("=")[2], f"{hits:.0%}", *texts])
-    return "PFLOPs of orthogonalization: the paper's; its model's at that hit rate", cells
+        base = RECIPES[name].base
+        price = partial(total, SHAPES[name], base.steps, replicas=base.replicas)
+        gram, polar = price(solver="gram") / 1e15, price(solver="standard") / 1e15
+        cached = price(solver="cache", hits=told.hit_rate) / 1e15
+        flops = f"{gram:.2f}", f"{polar:.2f}", f"{told.pflops:.2f}"
+        saved = f"{told.saved_gram:.1%}", f"{told.saved_polar:.1%}"
+        run = name, label.rpartition("=")[2], f"{told.hit_rate:.0%}"
+        cells.append([*run, *flops, *saved, f"{cached:.2f}", f"{1 - cached / gram:.1%}"])
+    return "PFLOPs of orthogonalization in the paper", cells
+
+
+def setups() -> Titled:
+    """What the optimizers share, of the paper's three experiments side by side."""
+    columns = {name: dict(shared_settings(recipe(name))[1][1:]) for name in SHAPES}
+    keys = dict.fromkeys(key for column in columns.values() for key in column)
+    rows = [[key, *(column.get(key, "") for column in columns.values())] for key in keys]
+    return "The paper's three experiments", [["", *columns], *rows]
 
 
 def tables() -> dict[str, Titled]:
     """Every table by the name that a page asks for it."""
-    made = {"grid": search_grid(), "flops": flops_table()}
-    for short, name in (
-        ("large", "gpt2-large-owt"),
-        ("small", "gpt2-small-owt"),
-        ("resnet", "resnet18-cifar10"),
-    ):
-        made[f"{short}_optimizers"] = hyperparameters(recipe(name))
-        made[f"{short}_setup"] = shared_settings(recipe(name))
-    return made
+    short = {"large": "gpt2-large-owt", "small": "gpt2-small-owt", "resnet": "resnet18-cifar10"}
+    made = {"grid": search_grid(), "flops": flops_table(), "setups": setups()}
+    return made | {key: hyperparameters(recipe(name)) for key, name in short.items()}
 
 
 def _muon(one: OptimizerConfig, name: str) -> str:

@@ -35,7 +35,7 @@ def summary_tables(comparison: Comparison) -> Iterator[Table]:
                 f"{loss.mean:.3f}" if loss else DASH,
                 "" if row is fresh else DASH if difference is None else f"{difference:+.3f}",
                 f"{hits.mean:.0%}" if hits else "",
-                *(_share(row, model) for model in ("paper", "executed")),
+                *(_share(row, model) for model in ("executed", "paper")),
             )
         yield table
 
@@ -48,9 +48,12 @@ def verdicts(comparison: Comparison) -> list[str]:
         cached = [row for row in rows if row.caches and _difference(row, fresh) is not None]
         if fresh is None or not cached:
             continue
-        told = "; ".join(f"{row.title} {_compared(row, fresh)}, {_share(row, 'executed')}" for row in cached)
-        name = f"With {family}, beside" if family else "Beside"
-        said.append(f"{name} {fresh.title}, loss and FLOPs executed: {told}.")
+        each = (
+            f"{row.title} ends {_compared(row, fresh)} with {_share(row, 'executed')} of the FLOPs"
+            for row in cached
+        )
+        beside = f"With {family}, beside" if family else "Beside"
+        said.append(f"{beside} {fresh.title}: {'; '.join(each)}.")
     seeds = max((len(row.runs) for row in comparison.rows), default=0)
     if seeds == 1:
         said.append(f"One seed: differences below {NOISE:g} may be chance.")
@@ -75,9 +78,9 @@ def _difference(row: Row, fresh: Row | None) -> float | None:
 
 def _compared(row: Row, fresh: Row) -> str:
     difference = _difference(row, fresh) or 0.0
-    return f"{abs(difference):.3f} {'lower' if difference < 0 else 'higher'}" if difference else "the same"
+    return f"{abs(difference):.3f} {'lower' if difference < 0 else 'higher'}" if difference else "as low"
 
 
 def _share(row: Row, model: str) -> str:
     saved = row.cells[f"saved_{model}_gram"]
-    return DASH if saved is None else f"{1 - saved.mean:.0%} of GramMuon's"
+    return DASH if saved is None else f"{1 - saved.mean:.0%}"
