@@ -56,6 +56,8 @@ def test_every_recipe_runs(name, data, tmp_path, monkeypatch):
         ]
     else:
         tiny += ["model.width=4"]
+    if made.base.continues:
+        tiny += ["continues=1"]
     if made.base.diagnostics == "age":
         tiny += ["diagnose_every=1"]
     for config in (made.base, *made.runs()):
