@@ -260,29 +260,29 @@ class MatrixOptimizer(Optimizer):
     def _learning_rates(self) -> list[float]:
         return [float(learning_rate(group)) for group in self.param_groups]
 
+    def _counted(self) -> Plan:
+        self._learn()
+        return self._plan()
+
     def cache_stats(self) -> dict[str, Any]:
         """What was done so far: see `report.summary.cache_stats`."""
-        self._learn()
         sent = [ranks.bytes_sent for ranks in self._connections.rank_groups.values()]
-        return summary.cache_stats(self._plan(), self._placements(), sent)
+        return summary.cache_stats(self._counted(), self._placements(), sent)
 
     def events(self) -> dict[str, Event]:
         """The last outcome of each matrix that was stepped, by name. Waits for the last step."""
-        self._learn()
-        return summary.events(self._plan())
+        return summary.events(self._counted())
 
     def metrics(self, prefix: str = "muon/") -> dict[str, float]:
         """Numbers for a log, always under the same names: see `report.summary.metrics`."""
-        self._learn()
-        plan, before = self._plan(), self._reported
+        plan, before = self._counted(), self._reported
         self._reported = summary.counted(plan)
         found = summary.metrics(plan, self._placements(), before, self._learning_rates())
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
     def explain(self) -> summary.Explanation:
         """Where each parameter went and why, and what its cache did: see `report.summary.explain`."""
-        self._learn()
-        return summary.explain(self._plan(), self._placements(), self._learning_rates())
+        return summary.explain(self._counted(), self._placements(), self._learning_rates())
 
     def state_dict(self) -> StateDict:
         """The state. Solvers, which `weights_only=True` would not load, are written as their text."""

@@ -16,8 +16,8 @@ def learning_rate(group: Group) -> float | Tensor:
     >>> learning_rate({"lr": 0.02}), learning_rate({"lr": 0.02, "lr_ratio": 0.5})
     (0.02, 0.01)
     """
-    lr, ratio = group["lr"], float(group.get("lr_ratio", 1))
-    return lr * ratio if isinstance(lr, Tensor) else float(lr) * ratio
+    lr = group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"])
+    return lr * float(group["lr_ratio"]) if "lr_ratio" in group else lr
 
 
 class RateWatch:

@@ -21,15 +21,12 @@ from ..routing.names import aligned, looks_like_embedding_or_head
 from .counters import LAST, MADE, NEVER, OUTCOMES, PROBED, REFRESHED, REFRESHES, UNTIL, Event, last_event
 
 Placements = Mapping[int, Placement]
-Group = dict[str, Any]
 Counts = dict[str, list[int]]
 """How often each outcome was, for each matrix by name."""
 
 
 class Flops(NamedTuple):
-    """What some outcomes of a matrix cost: by all ranks, by this one, and as the cheapest fresh solves on as
-    many ranks as work on the matrix.
-    """
+    """What steps of a matrix cost: all ranks, this one, and fresh solves on as many ranks as work on it."""
 
     spent: int
     here: int
@@ -91,9 +88,8 @@ class MatrixReport(NamedTuple):
 class ParameterRow:
     """One parameter: where it went and why, its learning rate, what a step costs, and what the cache did.
 
-    `solve` are the FLOPs of a fresh solve of its matrices, `hits` the share of its steps that reused a
-    transform, `saved` the share of the FLOPs of fresh solves that was not spent, where the ranks that work on
-    a matrix are the same for both. NaN where nothing is known yet.
+    `solve` are the FLOPs of a fresh solve, `hits` the share of steps that reused a transform, `saved` the
+    share of the FLOPs of fresh solves, on as many ranks, that was not spent. NaN where nothing is known yet.
     """
 
     name: str
@@ -208,11 +204,11 @@ def metrics(plan: Plan, placements: Placements, before: Counts, rates: Sequence[
         highest[group["use_muon"]] = max(rate, highest[group["use_muon"]])
     calls = outcomes.total()
     outcomes["refreshed"] = sum(outcomes[OUTCOMES[code]] for code in REFRESHES)
-    shares = {"hit_rate": "hit", "refreshed": "refreshed", "rejected": "rejected", "bounded": "bounded"}
-    shares |= {"uncached": "uncached", "non_finite": "non-finite"}
+    outcomes["hit_rate"], outcomes["non_finite"] = outcomes["hit"], outcomes["non-finite"]
+    shares = ("hit_rate", "refreshed", "rejected", "bounded", "uncached", "non_finite")
     return {
         "calls": calls,
-        **{name: _share(outcomes[outcome], calls) for name, outcome in shares.items()},
+        **{name: _share(outcomes[name], calls) for name in shares},
         "flops": spent,
         "flops_saved": 1 - _share(spent, sum(one.fresh for one in flops)),
         "last/hit_rate": _share(sum(event.hit for event in last), len(last)),
@@ -251,10 +247,8 @@ def explain(plan: Plan, placements: Placements, rates: Sequence[float]) -> Expla
     return Explanation(tuple(rows), tuple(_notes(plan)))
 
 
-def suspects(groups: list[Group]) -> set[str]:
-    """The names of Muon's matrices that look like embeddings or output heads, where the program made the
-    groups itself.
-    """
+def suspects(groups: list[dict[str, Any]]) -> set[str]:
+    """Muon's matrices that look like embeddings or output heads, in groups that the program made itself."""
     return {
         name
         for number, group in enumerate(groups)
