@@ -696,13 +696,9 @@ def test_maximize_is_refused_where_it_would_not_be_done(make):
 @both_optimizers
 def test_a_step_is_in_float32_whatever_is_allowed_outside(make, way):
     class Watched(GramNS):
-        def solve(self, X, workspace):
+        def solve_with_transform(self, X, workspace, **how):
             seen.append([m.fp32_precision for m in matmuls])
-            return super().solve(X, workspace)
-
-        def solve_with_transform(self, X, workspace):
-            seen.append([m.fp32_precision for m in matmuls])
-            return super().solve_with_transform(X, workspace)
+            return super().solve_with_transform(X, workspace, **how)
 
     seen, matmuls = [], (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     w = parameter((4, 6))
