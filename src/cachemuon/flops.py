@@ -1,4 +1,4 @@
-"""What orthogonalization costs in floating-point operations: by the paper's count, and as executed.
+"""The floating-point operations of orthogonalization: by the paper's count, and as executed.
 
 `PaperCost` is the paper's line-by-line count (Algorithm A.6), with normalization, scalings and products with
 the identity. `ExecutedCost` counts the matrix products of this library, 2abc for `(a x b) @ (b x c)`, as

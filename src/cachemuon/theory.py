@@ -209,9 +209,9 @@ def convergence_bound(
 ) -> float:
     """The theorem's right side: a bound of the mean over N steps of E |grad F(W_t)| in the trace norm.
 
-    N is `steps`, eta `lr`, beta `momentum`, L `smoothness` (spectral to trace norm), sigma `noise`,
-    Delta_1 = F(W_1) - inf F `initial_gap`, E e_1 = E |M_1 - grad F(W_1)|_tr `initial_error`; `rho` has
-    |Z|_tr <= rho |Z|_F, so sqrt(min(n, m)) for one matrix.
+    N is `steps`, eta `lr`, beta `momentum`, L `smoothness` (spectral to trace norm) and sigma `noise`.
+    `initial_gap` is Delta_1 = F(W_1) - inf F, and `initial_error` is E e_1 = E |M_1 - grad F(W_1)|_tr.
+    `rho` has |Z|_tr <= rho |Z|_F, so it is sqrt(min(n, m)) for one matrix.
 
         1/(1-delta) [ Delta_1/(N eta) + 2 e_1/(N (1-beta)) + 2 beta L eta (1+delta)/(1-beta)
                       + 2 rho sigma sqrt(1-beta) + L eta/2 (1+delta)^2 ]

@@ -101,8 +101,8 @@ class GramNS(Solver):
     """GramNS, Algorithm A.2: the same polynomial, iterated on the n x n Gram matrix.
 
     `restarts` counts completed iterations: `(2,)` rebuilds the Gram matrix after the second. None means the
-    measured choice (docs/notebook/restarts.md): after the second iteration and every third from there; no
-    restart in float64, and none in float32 for n >= 512, m >= 1.5 n and at most five iterations.
+    measured choice (docs/notebook/restarts.md): after the second iteration and every third from there. There
+    is no restart in float64, and none in float32 for n >= 512, m >= 1.5 n and at most five iterations.
 
     >>> from cachemuon import normalize
     >>> M = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
