@@ -111,6 +111,33 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     assert len(ranks) == 2 and not [number for number in ranks if number not in PAGES["docs/multi-gpu.md"]]
 
 
+def test_pages_that_the_code_names_exist():
+    for path in sorted(ROOT.glob("src/**/*.py")) + sorted(ROOT.glob("benchmarks/*.py")):
+        for name in re.findall(r"docs/[\w./-]+\.(?:md|json|png)", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)}: {name}"
+
+
+def test_files_that_pages_name_exist():
+    """Paths of Python files, from the root, from src/ or from src/cachemuon/."""
+    for page, text in PAGES.items():
+        if page.startswith("docs/notebook/") or page == "CHANGELOG.md":
+            continue
+        for name in re.findall(r"(?<![\w/.])[\w/]+/\w+\.py\b", text):
+            assert any(
+                (folder / name).exists() for folder in (ROOT, ROOT / "src", ROOT / "src" / "cachemuon")
+            ), (page, name)
+
+
+def test_the_house_in_contributing_is_the_one_that_stands():
+    """Every file of the library is in the table of rooms, and no other."""
+    library, told, room = ROOT / "src" / "cachemuon", set(), ""
+    for line in PAGES["CONTRIBUTING.md"].split("| room | file |")[1].split("\n\n")[0].splitlines()[2:]:
+        first, files = (cell.strip() for cell in line.split("|")[1:3])
+        room = {"": room, "no room": "."}.get(first, first.strip("`"))
+        told |= {library / room / f"{name}.py" for name in re.findall(r"`(\w+)`", files)}
+    assert told == {path for path in library.rglob("*.py") if path.name != "__init__.py"}
+
+
 def test_the_tables_of_settings():
     """Every setting of the constructors is there, with its default."""
     page = PAGES["docs/settings.md"].split("## Which to change")[0]

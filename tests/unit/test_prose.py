@@ -1,13 +1,19 @@
-"""Words, phrases and long sentences that readers stumbled over stay out of README and pages.
+"""Words, phrases and sentences that readers stumbled over stay out of README, pages and public docstrings.
 
 The notebook in docs/notebook keeps the words of its time.
 """
 
+import inspect
 import pathlib
 import re
 from collections.abc import Iterator
 
 import pytest
+
+import cachemuon
+from cachemuon.report.summary import Explanation, ParameterRow
+from cachemuon.routing.groups import ParamGroups
+from cachemuon.routing.rules import Route
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -83,6 +89,27 @@ def faults(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pages_are_plain(page):
     assert not faults(page.read_text(encoding="utf-8"))
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Of every public name and its public methods."""
+    things = [getattr(cachemuon, name) for name in cachemuon.__all__]
+    for thing in [*things, Explanation, ParameterRow, ParamGroups, Route]:
+        if not (inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)):
+            continue
+        members = inspect.getmembers(thing, inspect.isfunction) if not inspect.isroutine(thing) else []
+        own = [(name, one) for name, one in members if (one.__module__ or "").startswith("cachemuon")]
+        for name, one in [("", thing), *own]:
+            if not name.startswith("_") and one.__doc__:
+                yield f"{thing.__name__}.{name}".rstrip("."), inspect.cleandoc(one.__doc__)
+
+
+DOCSTRINGS = dict(docstrings())
+
+
+@pytest.mark.parametrize("name", sorted(DOCSTRINGS))
+def test_public_docstrings_are_plain(name):
+    assert not faults(re.sub(r"(?m)^>>> .*(\n(?!\n).*)*", "", DOCSTRINGS[name]))
 
 
 def test_the_readme_is_short():

@@ -40,8 +40,8 @@ class CacheGNS(Reuse):
     `probe="sketch"` estimates the same number from `vectors` random vectors, and forms `Q X` only once it is
     accepted.
 
-    With `clip`, a fraction of the rows (None: `rank`), a cached direction is repaired before it is judged:
-    the directions that Q amplifies most are cut to a singular value of about 1 (`cache.reuse` has the
+    With `clip`, a fraction of the rows (None: `rank`), a cached direction is repaired before it is judged.
+    The directions that Q amplifies most are cut to a singular value of about 1 (`cache.reuse` has the
     formulas). Where more directions are long than are clipped, the result is shortened to a spectral norm of
     about `max_norm`; its residual is the one before shortening.
 

@@ -265,7 +265,7 @@ class MatrixOptimizer(Optimizer):
         return self._plan()
 
     def cache_stats(self) -> dict[str, Any]:
-        """What was done so far: see `report.summary.cache_stats`."""
+        """Counts since the beginning: see `report.summary.cache_stats`."""
         sent = [ranks.bytes_sent for ranks in self._connections.rank_groups.values()]
         return summary.cache_stats(self._counted(), self._placements(), sent)
 

@@ -37,8 +37,8 @@ class CacheMuon(MatrixOptimizer):
     Settings that torch.optim.Muon has too keep its meanings and defaults. The others:
 
     - `max_age`: the number of steps that a transform is reused. With 0 a group is never cached.
-    - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1, and its
-      matrix is solved fresh for the next 32 steps; after the next such residual for 64, up to 1,024.
+    - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1. Its matrix is
+      then solved fresh for 32 steps, after the next such residual for 64, up to 1,024.
     - `clip`: the fraction of the rows whose directions may be cut; None: an eighth, more for small matrices.
     - `max_norm`: the spectral norm that a longer cached direction is shortened to; None: no limit.
     - `gate`: "schedule"; or "residual", which measures each cached direction, reads its residual on the host,
@@ -47,7 +47,7 @@ class CacheMuon(MatrixOptimizer):
       computes it, and goes with `clip=0`.
     - `cache_all`: cache every matrix, even where a fresh solve is faster.
     - `min_rows`: never cache a matrix whose smaller side is below it.
-    - `cache_dtype`: `torch.float16` stores transforms in half the bytes (docs/memory.md).
+    - `cache_dtype`: `torch.float16` stores transforms in half the bytes (docs/settings.md).
     - `solver`: a GramNS, or the name of a schedule: "gram", "polar_express", "jordan".
     - `process_group`: the ranks that have copies of plain parameters, as under DistributedDataParallel.
       Sharded parameters (FSDP2, tensor parallel) are recognized. Each matrix has one owner rank, which solves

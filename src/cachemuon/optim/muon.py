@@ -27,11 +27,11 @@ class Muon(MatrixOptimizer):
     """Muon with any solver, and Adam for the parameters that are not matrices.
 
     For a matrix W with gradient G: `M <- momentum M + (1 - momentum) G`, `U = momentum M + (1 - momentum) G`
-    (without `nesterov`: M), `D = solver(U)`, `W <- (1 - lr weight_decay) W - lr ratio D`; the ratio is
+    (without `nesterov`: M), `D = solver(U)`, `W <- (1 - lr weight_decay) W - lr ratio D`. The ratio is
     `sqrt(max(1, rows / cols))` unless `adjust_lr_fn` says otherwise. Settings and defaults are those of
-    torch.optim.Muon, but for the solver: `solver=GramNS()`, or "gram", is the paper's GramMuon,
-    `solver=StandardNS(POLAR_EXPRESS)`, or "polar_express", its PolarExpMuon, `solver=StandardNS(QUINTIC)`, or
-    "jordan", torch's, and the default the cheapest for each shape. docs/optimizers.md has every setting.
+    torch.optim.Muon, except the solver, whose default is the cheapest for each shape. `solver=GramNS()`, or
+    "gram", is the paper's GramMuon, and `solver=StandardNS(POLAR_EXPRESS)`, or "polar_express", its
+    PolarExpMuon. `solver=StandardNS(QUINTIC)`, or "jordan", is torch's. docs/settings.md has every setting.
     Among the ranks of a `process_group`, or of sharded parameters, each matrix has an owner that solves for
     it.
 

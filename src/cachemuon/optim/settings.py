@@ -111,7 +111,7 @@ CACHE_RULES: dict[str, Rule] = {
     "gate": _one_of(*GATES),
     "exchange": _one_of(*EXCHANGES, None),
     "cache_all": BOOLEAN,
-    # Not bfloat16, which takes as many bytes as float16 and rounds eight times as much (docs/memory.md).
+    # Not bfloat16: as many bytes as float16, and eight times its error (docs/notebook/memory.md).
     "cache_dtype": _one_of(torch.float32, torch.float16, None),
 }
 ADAM_RULES: dict[str, Rule] = {
