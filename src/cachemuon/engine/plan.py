@@ -92,10 +92,7 @@ def kept_dtype(x: Matrix) -> torch.dtype:
 
 @dataclass(eq=False)
 class Chunk:
-    """Matrices that will be a bucket: wholes, or what a rank has of them, of these sides.
-
-    Only buckets that orthogonalize need the random `block`.
-    """
+    """Matrices that will be a bucket: wholes with a random `block`, or what a rank has of them."""
 
     matrices: list[Matrix]
     sides: tuple[int, int]
