@@ -1,4 +1,4 @@
-"""Words, phrases and sentences that readers stumbled over stay out of README, pages and public docstrings.
+"""Words, phrases and sentences that readers stumbled over stay out of pages, help and public docstrings.
 
 The notebook in docs/notebook keeps the words of its time.
 """
@@ -9,11 +9,13 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import typer
 
 import cachemuon
 from cachemuon.report.summary import Explanation, ParameterRow
 from cachemuon.routing.groups import ParamGroups
 from cachemuon.routing.rules import Route
+from cachemuon_lab.cli import app
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -35,6 +37,7 @@ PLAIN = {
     r"travels?|travell?ing": "is sent",
     r"come(s)? to terms": "synchronize",
     r"names that stay": "fixed names",
+    r"at (the|its) begin": "at the start",
     r"(is|are) (held|proved) by": "is tested by",
     # history belongs in the notebook
     r"(earlier|former) state of the code|(was|were) not kept|no longer|used to be|an hour": "notebook",
@@ -110,6 +113,14 @@ DOCSTRINGS = dict(docstrings())
 @pytest.mark.parametrize("name", sorted(DOCSTRINGS))
 def test_public_docstrings_are_plain(name):
     assert not faults(re.sub(r"(?m)^>>> .*(\n(?!\n).*)*", "", DOCSTRINGS[name]))
+
+
+@pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])
+def test_the_help_of_the_command_is_plain(command):
+    told = typer.main.get_command(app)
+    told = told if command is None else told.commands[command]
+    texts = [told.help or "", *(getattr(param, "help", None) or "" for param in told.params)]
+    assert any(texts) and not [fault for text in texts for fault in faults(text)]
 
 
 def test_the_readme_is_short():

@@ -23,7 +23,7 @@ Set = Annotated[
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to write; under runs/ if not given.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Begin anew in place of what is there.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
 RunFolders = Annotated[
     list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or folders that hold some.")
 ]

@@ -76,7 +76,7 @@ def train(
     max_age: MaxAge = None,
     settings: Set = None,
     out: Out = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False,
     overwrite: Overwrite = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write for TensorBoard.")] = False,
     strategy: Annotated[
@@ -93,7 +93,7 @@ def train(
 ) -> None:
     """Train one optimizer on a recipe. Under torchrun: on all of its processes.
 
-    With torchrun's --max-restarts a run goes on from its last checkpoint after a process has died.
+    With torchrun's --max-restarts a run continues from its last checkpoint after a process has died.
     """
     from cachemuon_lab.compare import configure, variant
     from cachemuon_lab.extend import extend
