@@ -105,7 +105,7 @@ def frontier(comparison: Comparison) -> Picture:
         raise Lacking("it needs runs of CacheMuon and of GramMuon, both validated.")
     everyone = [row for rows in families.values() for row in rows]
     several = len(families) > 1
-    figure = Figure(figsize=(6.9, 0.9 + 2.6 * len(families)), layout="constrained")
+    figure = Figure(figsize=(6.9, 1.4 + 2.1 * len(families)), layout="constrained")
     panels = figure.subplots(len(families), 2, sharex=True, sharey="row", squeeze=False)
     for line, (family, rows) in zip(panels, families.items(), strict=True):
         for axes, model in zip(line, MODELS, strict=True):
