@@ -17,14 +17,7 @@ NOISE = 0.03
 def summary_tables(comparison: Comparison) -> Iterator[Table]:
     """A table for each family: loss, its difference to the best fresh optimizer, and FLOPs."""
     for family, rows in comparison.families.items():
-        heads = (
-            "learning rate",
-            "best validation loss",
-            "to fresh",
-            "hits",
-            "FLOPs, paper's count",
-            "executed",
-        )
+        heads = ("learning rate", "best loss", "to fresh", "hits", "FLOPs to GramMuon", "by paper's count")
         table, fresh = new_table("", *heads, title=family.capitalize()), comparison.fresh(family)
         for row in rows:
             loss, hits = row.cells["loss"], row.cells["hit_rate"]

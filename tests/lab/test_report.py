@@ -215,6 +215,11 @@ def test_a_summary_compares_within_a_family(tmp_path):
     assert second.startswith("With today's settings, beside GramMuon nesterov=True: ")
     assert second.endswith("CacheMuon ends 0.050 higher with 35% of the FLOPs.")
     assert "One seed" in chance
+    papers, todays = summary_tables(compare(two_families(tmp_path / "again")))
+    assert [list(column.cells) for column in papers.columns[2:]] == [
+        *(["3.200", "3.150"], ["", "-0.050"], ["", "62%"], ["100%", "60%"], ["100%", "64%"])
+    ]
+    assert papers.columns[5].header == "FLOPs to GramMuon" and todays.row_count == 2
     alone = compare([write_run(tmp_path / "alone", CACHE, hits=5)])
     assert len(verdicts(alone)) == 1 and [table.row_count for table in summary_tables(alone)] == [1]
 
