@@ -151,6 +151,15 @@ def columns(n: int, m: int, ranks: int, max_age: int = MAX_AGE) -> tuple[float, 
     return (max_age * hit + refresh) / life, sent * (ranks - 1) / ranks
 
 
+def digits(number: float) -> str:
+    """Three digits, without an exponent.
+
+    >>> digits(2588.4), digits(0.07512)
+    ('2,590', '0.0751')
+    """
+    return f"{float(f'{number:.3g}'):,.12g}"
+
+
 def by_number(
     ranks: Iterable[int], shapes: Sequence[Shape], experts: tuple[Shape, int] | None = None
 ) -> Cells:
@@ -171,11 +180,11 @@ def by_number(
                 [
                     str(number),
                     step.way,
-                    f"{flops / 1e12:.3g}",
-                    f"{busiest / 1e12:.3g}",
+                    digits(flops / 1e12),
+                    digits(busiest / 1e12),
                     f"{step.worst:.2f}",
-                    f"{step.sent / number / 1e9:.3g}",
-                    f"{kept / 1e9:.3g}",
+                    digits(step.sent / number / 1e9),
+                    digits(kept / 1e9),
                 ]
             )
     return cells
@@ -195,10 +204,10 @@ def by_columns(ranks: Iterable[int]) -> Cells:
                 [
                     f"{n} x {m}",
                     str(number),
-                    f"{step.busiest / 1e9:.3g}",
-                    f"{flops / 1e9:.3g}",
-                    f"{step.sent / 1e6:.3g}",
-                    f"{ITEM * number * sent / 1e6:.3g}",
+                    digits(step.busiest / 1e9),
+                    digits(flops / 1e9),
+                    digits(step.sent / 1e6),
+                    digits(ITEM * number * sent / 1e6),
                 ]
             )
     return cells
@@ -229,8 +238,8 @@ def draw(path: Path) -> None:
 def tables() -> dict[str, tuple[str, Cells]]:
     """The tables of the page."""
     return {
-        "large8": ("GPT-2 Large on 8 ranks", by_number((8,), GPT2_LARGE)),
-        "dense8": ("8B dense on 8 ranks", by_number((8,), LLAMA_8B)),
+        "large8": ("GPT-2 Large on 8 ranks", [row[1:] for row in by_number((8,), GPT2_LARGE)]),
+        "dense8": ("8B dense on 8 ranks", [row[1:] for row in by_number((8,), LLAMA_8B)]),
         "large": ("GPT-2 Large", by_number(RANKS[1:4], GPT2_LARGE)),
         "dense": ("8B dense", by_number(RANKS[1:], LLAMA_8B)),
         "mixture": (

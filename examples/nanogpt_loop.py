@@ -1,11 +1,12 @@
 """nanoGPT's training loop with CacheMuon: learning-rate schedule, accumulation, autocast, GradScaler, resume.
 
 Run `python examples/nanogpt_loop.py`. `param_groups` takes the place of the model's `configure_optimizers`.
-nanoGPT's loop writes one learning rate into all groups; here each group's own learning rate is scaled, since
-Muon's and Adam's differ.
+nanoGPT's loop writes one learning rate into all groups, and stays as it is: `lr_ratio` gives Adam a share of
+it. `python examples/nanogpt_loop.py scaled` scales the learning rate that each group was made with instead.
 """
 
 import math
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,20 +29,28 @@ def get_lr(it: int) -> float:
     return min_lr + (1 + math.cos(math.pi * decay_ratio)) / 2 * (learning_rate - min_lr)
 
 
-def make() -> tuple[torch.nn.Module, CacheMuon]:
+def make(scaled: bool) -> tuple[torch.nn.Module, CacheMuon]:
     model = toy.GPT().to(device)
-    groups = param_groups(model, muon=dict(weight_decay=0.1), adam=dict(lr=2e-3, betas=(0.9, 0.95)))
+    adam = dict(lr=2e-3) if scaled else dict(lr_ratio=2e-3 / learning_rate)
+    groups = param_groups(model, muon=dict(weight_decay=0.1), adam=dict(betas=(0.9, 0.95), **adam))
     return model, CacheMuon(groups, lr=learning_rate)
 
 
-def train(model: torch.nn.Module, optimizer: CacheMuon, iterations: range) -> list[float]:
+def set_lr(optimizer: CacheMuon, lr: float, scaled: bool) -> None:
+    for param_group in optimizer.param_groups:
+        if scaled:  # `initial_lr` is saved with the state
+            own = param_group.setdefault("initial_lr", param_group["lr"])
+            param_group["lr"] = own * lr / learning_rate
+        else:
+            param_group["lr"] = lr
+
+
+def train(model: torch.nn.Module, optimizer: CacheMuon, iterations: range, scaled: bool) -> list[float]:
     context = torch.autocast(device, torch.float16) if device == "cuda" else nullcontext()
     scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
     losses = []
     for iter_num in iterations:
-        factor = get_lr(iter_num) / learning_rate
-        for param_group in optimizer.param_groups:  # `initial_lr` is saved with the state
-            param_group["lr"] = param_group.setdefault("initial_lr", param_group["lr"]) * factor
+        set_lr(optimizer, get_lr(iter_num), scaled)
         for micro_step in range(gradient_accumulation_steps):
             tokens, targets = toy.batch(iter_num * gradient_accumulation_steps + micro_step, size=4)
             with context:
@@ -62,22 +71,22 @@ def train(model: torch.nn.Module, optimizer: CacheMuon, iterations: range) -> li
     return losses
 
 
-def main(folder: str = "runs/nanogpt", steps: int = 20) -> dict:
+def main(folder: str = "runs/nanogpt", steps: int = 20, scaled: bool = False) -> dict:
     half, file = steps // 2, Path(folder) / "ckpt.pt"
     file.parent.mkdir(parents=True, exist_ok=True)
-    model, optimizer = make()
-    losses = train(model, optimizer, range(half))
+    model, optimizer = make(scaled)
+    losses = train(model, optimizer, range(half), scaled)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    losses += train(model, optimizer, range(half, steps))
+    losses += train(model, optimizer, range(half, steps), scaled)
 
     checkpoint = torch.load(file, weights_only=True)
-    resumed, other = make()
+    resumed, other = make(scaled)
     resumed.load_state_dict(checkpoint["model"])
     other.load_state_dict(checkpoint["optimizer"])
-    again = train(resumed, other, range(half, steps))
+    again = train(resumed, other, range(half, steps), scaled)
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; resumed at iteration {half}: {again[-1]:.2f}")
     return {"losses": losses, "again": again, "optimizer": other, "stats": other.cache_stats()}
 
 
 if __name__ == "__main__":
-    main()
+    main(scaled="scaled" in sys.argv)

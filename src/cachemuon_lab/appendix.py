@@ -138,7 +138,7 @@ def tables() -> dict[str, Titled]:
     """Every table by the name that a page asks for it."""
     short = {"large": "gpt2-large-owt", "small": "gpt2-small-owt", "resnet": "resnet18-cifar10"}
     made = {"grid": search_grid(), "flops": flops_table(), "setups": setups()}
-    return made | {key: hyperparameters(recipe(name)) for key, name in short.items()}
+    return made | {f"paper_{key}": hyperparameters(recipe(name)) for key, name in short.items()}
 
 
 def _muon(one: OptimizerConfig, name: str) -> str:

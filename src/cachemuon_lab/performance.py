@@ -40,19 +40,25 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[str, Cells]]:
 
 
 def to_markdown(cells: Cells) -> str:
-    """The cells as a Markdown table.
+    """The cells as a Markdown table: the first column and those of words on the left, numbers on the right.
 
-    >>> print(to_markdown([["what", "ms"], ["hit", "1.0"]]))
-    | what | ms |
-    |---|--:|
-    | hit | 1.0 |
+    >>> print(to_markdown([["what", "how", "ms"], ["hit", "bf16", "1.0"]]))
+    | what | how | ms |
+    |---|---|--:|
+    | hit | bf16 | 1.0 |
     """
-    rule = ["---"] + ["--:"] * (len(cells[0]) - 1)
+    columns = list(zip(*cells[1:], strict=True))[1:] or [()] * (len(cells[0]) - 1)
+    rule = ["---"] + ["---" if _of_words(column) else "--:" for column in columns]
     lines = [
         "|" + "|".join(rule) + "|" if row is rule else "| " + " | ".join(row) + " |"
         for row in (cells[0], rule, *cells[1:])
     ]
     return "\n".join(lines)
+
+
+def _of_words(column: Sequence[str]) -> bool:
+    words = [cell[0].isalpha() for cell in column if cell]
+    return 2 * sum(words) > len(words)
 
 
 def renewed(text: str, made: Mapping[str, tuple[str, Cells]]) -> str:

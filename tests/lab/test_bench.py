@@ -35,7 +35,7 @@ def test_every_part_becomes_a_table_and_a_picture(results):
     assert set(made) == parts
     for title, cells in made.values():
         assert title and len(cells) >= 2 and len({len(row) for row in cells}) == 1
-    assert to_page(found).count("|---|") == len(made)
+    assert to_page(found).count("\n|---|") == len(made)
     pictures = draw(found, out)
     assert [path.name for path in pictures] == ["steps.png", "growth.png"]
     assert all(path.stat().st_size > 5000 for path in pictures)

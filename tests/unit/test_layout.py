@@ -68,6 +68,22 @@ def test_a_matrix_that_lies_transposed_takes_the_steps_of_one_that_does_not(make
     torch.testing.assert_close(lying[0].T, standing, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("ratio", ["none", "match_rms_adamw"])
+def test_a_matrix_declared_transposed_is_split_along_its_inputs(make, ratio):
+    """As the heads of `o_proj` lie."""
+    whole = random((36, 20), 7)
+    (param,), _ = trained(make, [whole], split=4, transposed=True, adjust_lr_fn=ratio)
+    alone = [nn.Parameter(part.clone()) for part in whole.split(5, dim=1)]
+    other = MAKES[make]([{"params": alone, "adjust_lr_fn": ratio}])
+    for step in range(8):
+        (gradient,) = yield_gradients([whole], step)
+        for one, part in zip(alone, gradient.split(5, dim=1), strict=True):
+            one.grad = part.clone()
+        other.step()
+    assert torch.equal(param, torch.cat(list(alone), dim=1))
+
+
 def test_transposed_changes_the_ratio_and_nothing_else():
     value, rows = random((10, 40), 3), {}
     for transposed in (False, True):
