@@ -312,8 +312,8 @@ def _share(part: float, whole: float) -> float:
 def _flops(number: int) -> str:
     """A number of FLOPs for people.
 
-    >>> _flops(8_912_896)
-    '8.9 MFLOP'
+    >>> _flops(8_912_896), _flops(145_408)
+    ('8.9 MFLOP', '0.1 MFLOP')
     """
-    size, letter = next((10**e, x) for e, x in ((12, "T"), (9, "G"), (6, "M"), (0, "")) if number >= 10**e)
-    return f"{number / size:.1f} {letter}FLOP" if letter else f"{number} FLOP"
+    size, letter = next((10**e, x) for e, x in ((12, "T"), (9, "G"), (6, "M")) if number >= 10**e or e == 6)
+    return f"{number / size:.1f} {letter}FLOP"

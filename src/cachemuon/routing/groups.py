@@ -119,8 +119,8 @@ def param_groups(
     groups += [found[key] for key in sorted(found, key=lambda key: key[:5])]  # an id differs between ranks
     if groups and not any(group["use_muon"] for group in groups):
         warnings.warn(
-            f"Muon gets none of the {len(groups.routes)} parameters of this model, Adam all trained ones; "
-            "print(param_groups(model)) shows why",
+            f"Muon gets none of the {len(groups.routes)} parameters of this model, Adam gets all that are "
+            "trained; print(param_groups(model)) shows why",
             UserWarning,
             stacklevel=2,
         )
