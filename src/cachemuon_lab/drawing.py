@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from cachemuon_lab.config import OptimizerConfig
+from cachemuon_lab.config import NORMUON, OptimizerConfig
 from cachemuon_lab.record import Line
 from cachemuon_lab.tables import Row
 
@@ -84,14 +84,19 @@ def colour(optimizer: OptimizerConfig) -> str:
 
 
 def styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Colour, dashes and marker for each row's line; rows of one colour differ in their dashes."""
+    """Colour, dashes and marker for each row's line; rows of one colour differ in their dashes.
+
+    NorMuon has its Muon's colour and marker, but hollow.
+    """
     found: list[dict[str, Any]] = []
     for row in rows:
         optimizer = row.runs[0].config.optimizer
         tint = colour(optimizer)
         used = [style["ls"] for style in found if style["color"] == tint]
         free = [dash for dash in DASHES if dash not in used]
-        found.append({"color": tint, "ls": free[0] if free else ":", "marker": MARKERS[optimizer.kind]})
+        style = {"color": tint, "ls": free[0] if free else ":", "marker": MARKERS[optimizer.kind]}
+        hollow = optimizer.kind in NORMUON and optimizer.normalize == "rows"
+        found.append(style | ({"mfc": "white"} if hollow else {}))
     return found
 
 

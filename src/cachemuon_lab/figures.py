@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from cachemuon_lab import drawing
-from cachemuon_lab.config import CACHING
+from cachemuon_lab.config import CACHING, LABELS
 from cachemuon_lab.diagnostic_figures import ages, ages_by_layer, gate, gate_by_layer
 from cachemuon_lab.drawing import COLOURS, STYLE, Lacking, Picture
 from cachemuon_lab.record import Run
@@ -89,6 +89,8 @@ def quality(comparison: Comparison) -> Picture:
         figure.legend(loc="outside lower center", ncols=3)
     if known:
         _saving_bars(axes[-1], saving, known)
+        if len(families) > 1 and len(known) > 1:
+            axes[-1].legend(loc="lower right")
         caption += " Right: orthogonalization FLOPs saved against the fresh baselines, by the paper's model."
     return figure, caption + _over_seeds(everyone, "bands")
 
@@ -221,7 +223,7 @@ def _saving_bars(axes: Axes, rows: Sequence[Row], kinds: Sequence[str]) -> None:
     room = 0.35 * (high - low)  # for the labels of the bars
     axes.set_xlim(low - (room if low < 0 else 0.0), high + room)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("FLOPs saved")
+    axes.set_xlabel(f"FLOPs saved against {LABELS[kinds[0]]}" if len(kinds) == 1 else "FLOPs saved")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
 
 

@@ -17,8 +17,10 @@ NOISE = 0.03
 def summary_tables(comparison: Comparison) -> Iterator[Table]:
     """A table for each family: loss, its difference to the best fresh optimizer, and FLOPs."""
     for family, rows in comparison.families.items():
-        heads = ("learning rate", "best loss", "to fresh", "hits", "FLOPs to GramMuon", "by paper's count")
-        table, fresh = new_table("", *heads, title=family.capitalize()), comparison.fresh(family)
+        fresh = comparison.fresh(family)
+        beside = f"loss beside {fresh.title}" if fresh else "difference"
+        heads = ("learning rate", "best loss", beside, "hits", "FLOPs, of GramMuon's", "by the paper's count")
+        table = new_table("", *heads, title=family.capitalize())
         for row in rows:
             loss, hits = row.cells["loss"], row.cells["hit_rate"]
             difference = _difference(row, fresh)
@@ -34,22 +36,21 @@ def summary_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """A sentence for each family that has a fresh optimizer, and how much of it may be chance."""
+    """For each family with a fresh optimizer a line for each that caches, and how much may be chance."""
     said = []
     for family, rows in comparison.families.items():
         fresh = comparison.fresh(family)
         cached = [row for row in rows if row.caches and _difference(row, fresh) is not None]
         if fresh is None or not cached:
             continue
-        each = (
-            f"{row.title} ends {_compared(row, fresh)} with {_share(row, 'executed')} of the FLOPs"
+        said.append(f"{family.capitalize()}, beside {fresh.title}:" if family else f"Beside {fresh.title}:")
+        said += [
+            f"  {row.title}: loss {_compared(row, fresh)}, {_share(row, 'executed')} of the FLOPs"
             for row in cached
-        )
-        beside = f"With {family}, beside" if family else "Beside"
-        said.append(f"{beside} {fresh.title}: {'; '.join(each)}.")
+        ]
     seeds = max((len(row.runs) for row in comparison.rows), default=0)
     if seeds == 1:
-        said.append(f"One seed: differences below {NOISE:g} may be chance.")
+        said.append(f"A lower loss is better. One seed: differences below {NOISE:g} may be chance.")
     return said
 
 
@@ -71,7 +72,7 @@ def _difference(row: Row, fresh: Row | None) -> float | None:
 
 def _compared(row: Row, fresh: Row) -> str:
     difference = _difference(row, fresh) or 0.0
-    return f"{abs(difference):.3f} {'lower' if difference < 0 else 'higher'}" if difference else "as low"
+    return f"{abs(difference):.3f} {'lower' if difference < 0 else 'higher'}" if difference else "the same"
 
 
 def _share(row: Row, model: str) -> str:

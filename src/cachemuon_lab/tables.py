@@ -170,7 +170,7 @@ class Comparison:
 
 def shown(label: str) -> str:
     """A label as tables and legends print it."""
-    return label.replace("gamma=", "\N{GREEK SMALL LETTER GAMMA}=")
+    return label.replace("gamma=", "\N{GREEK SMALL LETTER GAMMA}=").replace("nesterov=True", "Nesterov")
 
 
 def tasks(runs: Iterable[Run]) -> list[list[Run]]:
@@ -199,7 +199,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
     notes: list[str] = []
     counted = [_counted(group, notes) for group in groups.values()]
     everyone = [run for group in counted for run in group]
-    fresh = {kind: [r for r in everyone if r.config.optimizer.kind == kind] for kind in BASELINES.values()}
+    fresh = {
+        kind: [run for run in everyone if run.config.optimizer.label.split()[0] == name]
+        for name, kind in BASELINES.items()
+    }
     rows = []
     for label, group in zip(_labels(list(groups)), counted, strict=True):
         measured = [_measured(run, fresh) for run in group]

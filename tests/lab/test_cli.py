@@ -263,11 +263,11 @@ def test_demo_ends_with_what_to_do_next(tmp_path):
     (timing,) = [line for line in lines if line.endswith("s in all.")]
     assert re.fullmatch(r"\d+ s of training, \d+ s in all\.", timing)
     told, paper = text(result.stdout), shown("CacheMuon.paper gamma=")
-    part = r"ends (0\.\d{3} (lower|higher)|as low) with -?\d+% of the FLOPs"
-    papers = "; ".join(f"{paper}{gamma} {part}" for gamma in (2, 5, 15))
-    assert re.search(rf"With the paper's settings, beside GramMuon: {papers}\.", told)
-    fresh, cached = (re.escape(shown(one.label)) for one in RECIPES["demo"].variants[-2:])
-    assert re.search(rf"With today's settings, beside {fresh}: {cached} {part}\.", told)
+    part = r"loss (0\.\d{3} (lower|higher)|the same), -?\d+% of the FLOPs"
+    papers = " ".join(f"{paper}{gamma}: {part}" for gamma in (2, 5, 15))
+    assert re.search(rf"The paper's settings, beside GramMuon: {papers} Today's", told)
+    *_, cached = (re.escape(shown(one.label)) for one in RECIPES["demo"].variants)
+    assert re.search(rf"Today's settings, beside (Gram|Nor)Muon Nesterov: {cached}: {part} A lower", told)
     assert "One seed" in told and f"The report is {out / 'report.html'}" in told
     next_steps = lines[lines.index("Next:") + 1 :]
     assert len(next_steps) == 3 and str(out / "report.html") in next_steps[0]

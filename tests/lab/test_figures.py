@@ -180,7 +180,7 @@ def test_families_have_panels_of_their_own(tmp_path):
     assert (papers.get_title(), todays.get_title()) == ("The paper's settings", "Today's settings")
     titles = [{str(one.get_label()).split(" (")[0] for one in axes.lines} for axes in (papers, todays)]
     assert titles[0] == {"GramMuon", shown("CacheMuon.paper gamma=5")}
-    assert titles[1] == {"GramMuon nesterov=True", "CacheMuon"}
+    assert titles[1] == {"GramMuon Nesterov", "CacheMuon"}
     assert len(bars.get_yticklabels()) == 2
     figure, caption = frontier(comparison)
     assert len(figure.axes) == 4 and "compared within it" in caption
