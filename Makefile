@@ -28,7 +28,7 @@ fuzz: $(STAMP) ## 10,000 random cases in two processes; interrupted, it goes on;
 bench: $(STAMP) ## time solvers and optimizer steps on this machine, beside other Muons that are installed
 	@$(VENV)/bin/cachemuon bench
 
-browser: $(STAMP) ## look at the report in Chromium (/usr/bin/chromium)
+browser: $(STAMP) ## look at the report and the site in Chromium (/usr/bin/chromium)
 	@$(RUN) -m pytest -n0 tests/browser
 
 docs: $(STAMP) ## build the documentation's site into site/; a warning is an error

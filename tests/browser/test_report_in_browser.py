@@ -4,29 +4,15 @@ Headless Chromium has no window narrower than 500 pixels, so a frame in a page o
 """
 
 import json
-import subprocess
 from html import escape, unescape
 
 import pytest
+from browsing import DARK, DESKTOP, PHONE, chromium
 from made_runs import study
 from matplotlib.image import imread
 
 from cachemuon_lab.report import write_report
 
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-)
-DARK = "--blink-settings=preferredColorScheme=0"
-DESKTOP, PHONE = 1280, 390
 FRAME = """<!DOCTYPE html><meta charset="utf-8"><body style="margin: 0">
 <iframe style="width: {width}px; height: {height}px; border: 0" srcdoc="{page}"></iframe>
 <script type="text/plain" id="measured"></script>
@@ -46,11 +32,6 @@ onload = () => {{
   }});
 }};
 </script>"""
-
-
-def chromium(folder, path, *flags):
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", *flags, path.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +84,7 @@ def test_wide_content_scrolls_inside_its_own_box(measured):
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
 def test_every_figure_is_there_and_large_enough_to_read(measured, width):
     images = measured[width]["images"]
-    assert len(images) == 6
+    assert len(images) == 7
     for image in images:
         assert image["complete"] and image["natural"] > 300
         assert image["width"] >= 500 and image["height"] >= 200
