@@ -200,7 +200,8 @@ def test_without_the_laboratorys_packages_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import cachemuon_lab; cachemuon_lab.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
-    assert result.stderr == "cachemuon: typer is not installed: pip install 'cachemuon[lab]'\n"
+    told = "cachemuon: typer is not installed: in a clone, pip install -c constraints.txt '.[lab]'\n"
+    assert result.stderr == told
 
 
 def test_overwriting_a_damaged_run_begins_anew(stopped):
