@@ -8,5 +8,6 @@ def main() -> None:
     try:
         from cachemuon_lab.cli import main as run
     except ModuleNotFoundError as error:
-        sys.exit(f"cachemuon: {error.name} is not installed: in a clone, pip install -c constraints.txt '.[lab]'")
+        how = "in a clone, pip install -c constraints.txt '.[lab]'"
+        sys.exit(f"cachemuon: {error.name} is not installed: {how}")
     run()
