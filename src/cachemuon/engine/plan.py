@@ -222,7 +222,7 @@ class Plan:
             readings.index_copy_(0, self._numbers, values.to(torch.float64))
             if not self.schedule.learn(step, outcomes, readings):
                 told.append(WARN_NON_FINITE)
-            if (readings[present, 0] == MISSING).any():
+            if present and (readings[present, 0] == MISSING).any():
                 told.append(WARN_MISSING)
         return told
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 SUSPENSIONS = (32, 1024)
 """For how many steps a matrix is solved fresh after its first bounded step, and at most."""
 
-FOREVER = 2**62
-
 MISSING = -1.0
 """The peak of a matrix that some rank had no gradient for."""
 
@@ -90,48 +88,55 @@ class Schedule:
         self.counters = torch.tensor([new_counters()] * len(lives), dtype=torch.int64, device="cpu")
         self.counters = self.counters.view(-1, len(COLUMNS))
         self.residuals = torch.full((len(lives), len(RESIDUALS)), math.nan, dtype=torch.float64, device="cpu")
-        ages = [FOREVER if life.max_age is None else life.max_age for life in lives]
-        self._max_age = torch.tensor(ages, dtype=torch.int64, device="cpu")
-        self._phase = torch.tensor([life.phase or 0 for life in lives], dtype=torch.int64, device="cpu")
-        self._gamma = torch.tensor([life.gamma for life in lives], dtype=torch.float64, device="cpu")
-        self._always = [life.always for life in lives]
-        self._fixed = [outcome for outcome in self._always if outcome is not None]
+        self._lives = list(lives)
+        self._cached = any(life.always is None for life in lives)
 
     def outcomes(self, step: int) -> list[int]:
         """What each matrix is to do at a step."""
-        if len(self._fixed) == len(self._always):
-            return self._fixed
-        made, until = self.counters[:, MADE], self.counters[:, UNTIL]
-        due = (step - made > self._max_age) | ((step + self._phase) % (self._max_age + 1) == 0)
-        wanted = torch.where(due, EXPIRED, HIT).masked_fill_(made == NEVER, FIRST)
-        wanted.masked_fill_(until >= step, UNCACHED)
-        pairs = zip(wanted.tolist(), self._always, strict=True)
-        return [now if always is None else always for now, always in pairs]
+        wanted = []
+        made, until = self.counters[:, MADE].tolist(), self.counters[:, UNTIL].tolist()
+        for (max_age, phase, _, always), born, suspended in zip(self._lives, made, until, strict=True):
+            if always is not None:
+                wanted.append(always)
+            elif suspended >= step:
+                wanted.append(UNCACHED)
+            elif born == NEVER:
+                wanted.append(FIRST)
+            elif max_age is not None and (
+                step - born > max_age or (step + (phase or 0)) % (max_age + 1) == 0
+            ):
+                wanted.append(EXPIRED)
+            else:
+                wanted.append(HIT)
+        return wanted
 
     def learn(self, step: int, wanted: list[int], readings: Tensor) -> bool:
         """Count what a step did: what was wanted of each matrix, and what was measured (`Readings`). Returns
         whether all gradients were finite.
         """
-        outcome = torch.tensor(wanted, device="cpu")
-        peak, probed, refreshed = readings.unbind(1)
-        stepped, finite = peak != MISSING, torch.isfinite(peak)
-        if len(self._fixed) < len(self._always):
-            good = stepped & finite
-            made, hit = good & (refreshed != 0), outcome == HIT
-            over = good & hit & ~made & (peak > 0) & ~(probed <= self._gamma)
-            known = torch.stack([good & (probed != 0), made], dim=1)
+        if self._cached:
+            known = (readings[:, PROBED:] != 0) & torch.isfinite(readings[:, :PROBED])
             torch.where(known, readings[:, PROBED:], self.residuals, out=self.residuals)
-            before = self.counters[:, MADE]
-            before.copy_(torch.where(made, torch.where(peak > 0, step, NEVER), before))
-            self.counters[:, WAIT].masked_fill_(made & (outcome == EXPIRED), 0)  # a whole life went well
-            for number in torch.nonzero(over).flatten().tolist() if over.any() else ():
+        outcomes = list(wanted)
+        for number, (peak, probed, refreshed) in enumerate(readings.tolist()):
+            if peak == MISSING:
+                outcomes[number] = -1
+            elif not math.isfinite(peak):
+                outcomes[number] = NON_FINITE
+            elif refreshed:  # solved, with a transform; a matrix of zeros makes none
+                self.counters[number, MADE] = step if peak else NEVER
+                if wanted[number] == EXPIRED:  # a whole life went well
+                    self.counters[number, WAIT] = 0
+                elif wanted[number] == HIT:
+                    outcomes[number] = REJECTED
+            elif wanted[number] == HIT and peak and not probed <= self._lives[number].gamma:
                 self._suspend(number, step)
-            outcome = torch.where(over, BOUNDED, torch.where(hit & made, REJECTED, outcome))
-        outcome = torch.where(finite, outcome, NON_FINITE).unsqueeze(1)
-        self.counters.scatter_add_(1, outcome, stepped.unsqueeze(1).long())
-        last = self.counters[:, LAST]
-        last.copy_(torch.where(stepped, outcome.squeeze(1), last))
-        return bool(finite.all())
+                outcomes[number] = BOUNDED
+        outcome, last = torch.tensor(outcomes, device="cpu"), self.counters[:, LAST]
+        stepped = outcome >= 0
+        self.counters.scatter_add_(1, outcome.clamp(min=0).unsqueeze(1), stepped.long().unsqueeze(1))
+        torch.where(stepped, outcome, last, out=last)
+        return NON_FINITE not in outcomes
 
     def _suspend(self, number: int, step: int) -> None:
         """Solve a matrix fresh for a while: its transform is not good enough."""
