@@ -15,12 +15,11 @@ NOISE = 0.03
 
 
 def summary_tables(comparison: Comparison) -> Iterator[Table]:
-    """A table for each family: loss, its difference to the best fresh optimizer, and FLOPs."""
+    """A table for each family: loss, difference to the best fresh optimizer, FLOPs relative to GramMuon."""
     for family, rows in comparison.families.items():
         fresh = comparison.fresh(family)
-        beside = f"loss beside {fresh.title}" if fresh else "difference"
-        heads = ("learning rate", "best loss", beside, "hits", "FLOPs, of GramMuon's", "by the paper's count")
-        table = new_table("", *heads, title=family.capitalize())
+        heads = ("learning rate", "best loss", "difference", "hits", "FLOPs", "FLOPs, paper's count")
+        table = new_table("", *heads, title=_beside(family, fresh) if fresh else family.capitalize())
         for row in rows:
             loss, hits = row.cells["loss"], row.cells["hit_rate"]
             difference = _difference(row, fresh)
@@ -43,7 +42,7 @@ def verdicts(comparison: Comparison) -> list[str]:
         cached = [row for row in rows if row.caches and _difference(row, fresh) is not None]
         if fresh is None or not cached:
             continue
-        said.append(f"{family.capitalize()}, beside {fresh.title}:" if family else f"Beside {fresh.title}:")
+        said.append(f"{_beside(family, fresh)}:")
         said += [
             f"  {row.title}: loss {_compared(row, fresh)}, {_share(row, 'executed')} of the FLOPs"
             for row in cached
@@ -63,6 +62,10 @@ def next_steps(page: str, out: Path) -> list[str]:
         "  with three seeds: cachemuon compare demo --seeds 3 --workers 2",
         "  in your own training: docs/quickstart.md",
     ]
+
+
+def _beside(family: str, fresh: Row) -> str:
+    return f"{family.capitalize()}, beside {fresh.title}" if family else f"Beside {fresh.title}"
 
 
 def _difference(row: Row, fresh: Row | None) -> float | None:

@@ -221,7 +221,7 @@ def test_a_summary_compares_within_a_family(tmp_path):
     assert [list(column.cells) for column in papers.columns[2:]] == [
         *(["3.200", "3.150"], ["", "-0.050"], ["", "62%"], ["100%", "60%"], ["100%", "64%"])
     ]
-    assert papers.columns[3].header == "loss beside GramMuon" and todays.row_count == 2
+    assert str(papers.title) == "The paper's settings, beside GramMuon" and todays.row_count == 2
     alone = compare([write_run(tmp_path / "alone", CACHE, hits=5)])
     assert len(verdicts(alone)) == 1 and [table.row_count for table in summary_tables(alone)] == [1]
 
