@@ -35,7 +35,7 @@ def check(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "a gradient has a NaN or Inf", RuntimeWarning)
-        warnings.filterwarnings("ignore", "all parameter groups have the learning rate", RuntimeWarning)
+        warnings.filterwarnings("ignore", "all parameter groups have one learning rate", RuntimeWarning)
         _Run(case).all()
 
 

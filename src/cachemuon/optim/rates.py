@@ -42,8 +42,8 @@ class RateWatch:
             return ""  # schedules end at one floor
         made = " and ".join(f"{old:g}" for old in dict.fromkeys(before) if old is not None)
         return (
-            f"all parameter groups have the learning rate {rate:g}, Muon's and Adam's, which had {made}. "
-            f"Where the training loop writes one learning rate into every group, give Adam a ratio of it: "
+            f"all parameter groups have one learning rate, {rate:g}: Muon's and Adam's were {made} before. "
+            f"If the training loop writes one learning rate into every group, give Adam a ratio of it: "
             f"param_groups(model, adam=dict(lr_ratio=0.1))"
         )
 
