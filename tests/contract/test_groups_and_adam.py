@@ -737,7 +737,7 @@ def groups_with_rates(make, **adam):
 def test_one_learning_rate_written_into_all_groups_is_warned_of_once(make):
     optimizer, params = groups_with_rates(make, lr=0.002)
     with pytest.warns(
-        RuntimeWarning, match="learning rate 0.0006, .* had 0.02 and 0.002.*lr_ratio"
+        RuntimeWarning, match="learning rate, 0.0006: .* were 0.02 and 0.002 before.*lr_ratio"
     ) as caught:
         for step in range(4):  # as nanoGPT does, with a warm-up
             for group in optimizer.param_groups:
@@ -760,7 +760,7 @@ def test_one_learning_rate_is_warned_of_also_later_and_not_as_the_end_of_a_sched
     run(optimizer, params, [2])
     for group in optimizer.param_groups:
         group["lr"] = 0.01
-    with pytest.warns(RuntimeWarning, match="learning rate 0.01, .* had 0.01 and 0.001"):
+    with pytest.warns(RuntimeWarning, match="learning rate, 0.01: .* were 0.01 and 0.001 before"):
         run(optimizer, params, [3])
 
 
