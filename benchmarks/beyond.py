@@ -37,12 +37,13 @@ from study import as_bytes, best_fresh, hits, standard_error, summary
 from trainings import Stopped, Trainings, add_arguments, tell, trainings_of
 
 from cachemuon import CacheGNS, GramNS
-from cachemuon.flops import GPT2_SMALL, executed_by
+from cachemuon.flops import executed_by
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
 from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig, RunConfig
 from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
+from cachemuon_lab.totals import GPT2_SMALL
 
 RECIPES = {"text": "gpt2-mini", "images": "resnet-mini"}
 FRESH = ("gram", "jordan", "polar")

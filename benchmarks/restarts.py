@@ -31,7 +31,7 @@ from momentum import record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cachemuon import CANS, CUBIC5, DEEPSEEK_V4, GRAM, QUINTIC, GramNS, StandardNS, polar_express
+from cachemuon import GRAM, QUINTIC, GramNS, Schedule, StandardNS, polar_express
 from cachemuon.flops import ExecutedCost
 from cachemuon.newton_schulz import products
 from cachemuon.newton_schulz.normalize import widen
@@ -46,6 +46,48 @@ DTYPES = (*HALF, torch.float32, torch.float64)
 # (width, depth) of each GPT; the steps at which its momentum is taken; n of the synthetic matrices
 FULL = ((192, 2), (768, 1)), (1, 5, 20, 40), (16, 64, 256, 768)
 QUICK = ((64, 1),), (5,), (16, 64)
+
+
+# Each is optimal on the interval that the steps before it leave, from [0.001, 1] on.
+CANS_RAW = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+CANS = Schedule.safe(
+    CANS_RAW,
+    1.01,
+    name="cans",
+    source="Grishina, Smirnov, Rakhuba: Accelerating Newton-Schulz, 2025, arXiv:2506.10935; triples of "
+    "NVIDIA's Emerging-Optimizers",
+)
+"""CANS in five steps. Its triples leave no room above 1: the safety factor, `POLAR_EXPRESS`'s, is ours."""
+
+CUBIC5 = Schedule(
+    # `1.3 (3 y - y^3) / 2` with `y = x sqrt(3 / (l^2 + l u + u^2))`, on [l, u] = [0.007, 1] first, then on
+    # [p(l), 1.3]: of all cubics that stay below 1.3 the one with the largest least value.
+    (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
+    name="cubic5",
+    source="Huang: How Much Orthogonalization Does Muon Need?, 2026, arXiv:2606.00371; triples of "
+    "NVIDIA's Emerging-Optimizers",
+)
+"""The relaxed cubic: c = 0, so each step saves a product. It lifts less (gain 119), to 0.77 to 1.3."""
+
+DEEPSEEK_V4 = Schedule(
+    QUINTIC.triples[:1] * 8 + ((2.0, -1.5, 0.5),) * 2,
+    name="deepseek-v4",
+    source="DeepSeek-AI: DeepSeek-V4, 2026, section 2.4",
+)
+"""DeepSeek-V4's ten steps: eight of Jordan's, which lift, then two that settle at 1."""
 
 
 class RoundedOnce(TorchDispatchMode):

@@ -20,9 +20,10 @@ from matplotlib.figure import Figure
 from cachemuon import CacheGNS, GramNS
 from cachemuon.distributed.placement import OwnerCost, assign_owners
 from cachemuon.engine.bucket import spread
-from cachemuon.flops import GPT2_LARGE, ExecutedCost, executed_by
+from cachemuon.flops import ExecutedCost, executed_by
 from cachemuon_lab import drawing
 from cachemuon_lab.performance import Cells, renew
+from cachemuon_lab.totals import GPT2_LARGE
 
 Shape = tuple[int, int]
 MAX_AGE, ITEM = 10, 4  # bytes of a number

@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 import cachemuon
 from cachemuon import CacheMuon
-from cachemuon.flops import gpt2_shapes
 from cachemuon_lab.performance import Cells, to_markdown
+from cachemuon_lab.totals import gpt2_shapes
 
 LIBRARY = Path(cachemuon.__file__).parent
 WIDTH, WARM_UP = 32, 12

@@ -4,16 +4,7 @@ from . import flops, theory
 from .cache.gns import CacheGNS
 from .cache.reuse import exact_residual, sketched_residual
 from .newton_schulz.normalize import normalize
-from .newton_schulz.schedules import (
-    CANS,
-    CUBIC5,
-    DEEPSEEK_V4,
-    GRAM,
-    POLAR_EXPRESS,
-    QUINTIC,
-    Schedule,
-    polar_express,
-)
+from .newton_schulz.schedules import GRAM, POLAR_EXPRESS, QUINTIC, Schedule, polar_express
 from .newton_schulz.solvers import AutoNS, ExactPolar, GramNS, Solver, StandardNS, polar
 from .optim.cachemuon import CacheMuon
 from .optim.muon import Muon
@@ -22,9 +13,6 @@ from .routing.groups import param_groups
 from .routing.rules import routes
 
 __all__ = [
-    "CANS",
-    "CUBIC5",
-    "DEEPSEEK_V4",
     "GRAM",
     "POLAR_EXPRESS",
     "QUINTIC",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,8 +18,6 @@ import torch
 from .cache.reuse import POLES
 from .newton_schulz.products import gram_flops, panels, standard_flops, symmetric_flops
 from .newton_schulz.solvers import GramNS, StandardNS
-
-Shape = tuple[int, int]
 
 OUTCOMES = {
     "hit": "hit",  # the transform is reused
@@ -34,7 +32,8 @@ OUTCOMES = {
 """Every outcome of a step for one matrix, and the part of `Cost` that it costs."""
 
 
-def _check_integer(name: str, value: object, least: int, most: float = math.inf, allowed: str = "") -> None:
+def check_integer(name: str, value: object, least: int, most: float = math.inf, allowed: str = "") -> None:
+    """Refuse what is no integer from least to most."""
     if not (isinstance(value, int) and least <= value <= most):
         raise ValueError(f"{name} must be an integer {allowed or f'of at least {least}'}, got {value!r}")
 
@@ -68,8 +67,8 @@ class Cost(ABC):
 
     def __post_init__(self) -> None:
         for name in ("n", "m", "steps"):
-            _check_integer(name, getattr(self, name), 1)
-        _check_integer("restarts", self.restarts, 0, self.steps - 1, "from 0 to steps - 1")
+            check_integer(name, getattr(self, name), 1)
+        check_integer("restarts", self.restarts, 0, self.steps - 1, "from 0 to steps - 1")
         n, m = sorted((self.n, self.m))
         for name, value in {"n": n, "m": m, **self._parts(n, m)}.items():
             object.__setattr__(self, name, value)
@@ -153,9 +152,8 @@ class ExecutedCost(Cost):
     """What this library multiplies for one matrix.
 
     `vectors` is the number k of random vectors that estimate a residual; `rank` the number r of directions
-    that a hit may clip; `pieces` the number of panels of a symmetric product (`products.panels`); `cubic` the
-    number of steps with c = 0, which need no square (`Schedule.cubic`). Cholesky factors and triangular
-    solves are not counted.
+    that a hit may clip; `pieces` the number of panels of a symmetric product (`products.panels`).
+    Cholesky factors and triangular solves are not counted.
 
     >>> cost = ExecutedCost(768, 3072)
     >>> cost.gram == 4 * 768**2 * 3072 + 34 * 768**3
@@ -166,25 +164,23 @@ class ExecutedCost(Cost):
     vectors: int = 8
     rank: int = 0
     pieces: int = 1
-    cubic: int = 0
     apply: int = field(init=False, repr=False, compare=False)
     """Q X after the probe. The exact probe has multiplied it already."""
     received: int = field(init=False, repr=False, compare=False)
     """Q X with a transform from another rank, and its residual."""
 
     def __post_init__(self) -> None:
-        _check_integer("cubic", self.cubic, 0, self.steps, "from 0 to steps")
-        _check_integer("rank", self.rank, 0)
-        _check_integer("pieces", self.pieces, 1)
+        check_integer("rank", self.rank, 0)
+        check_integer("pieces", self.pieces, 1)
         if self.probe not in ("sketch", "exact"):
             raise ValueError(f"probe must be 'sketch' or 'exact', got {self.probe!r}")
-        _check_integer("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
+        check_integer("vectors", self.vectors, 1 if self.probe == "sketch" else 0)
         super().__post_init__()
 
     def _parts(self, n: int, m: int) -> dict[str, int]:
         s, k, r, exact = self.restarts, self.vectors, self.rank, self.probe == "exact"
-        gram = gram_flops(n, m, self.steps, s, self.pieces, self.cubic)
-        standard = standard_flops(n, m, self.steps, self.pieces, self.cubic)
+        gram = gram_flops(n, m, self.steps, s, self.pieces)
+        standard = standard_flops(n, m, self.steps, self.pieces)
         probing = 4 * n**2 * m if exact else 4 * k * n * (m + n) + 2 * k**2 * m
         if r and not exact:  # a clipped hit shares its products with the probe
             small = 6 * r**2 * n + 2 * (1 + len(POLES)) * r**3
@@ -231,7 +227,7 @@ def executed_by(
     """
     n, m = sorted((n, m))
     restarts, schedule = len(solver.restarts_at(n, m, dtype)), solver.schedule
-    own = schedule.steps, restarts, probe, vectors, rank, panels(n, dtype), schedule.cubic
+    own = schedule.steps, restarts, probe, vectors, rank, panels(n, dtype)
     return ExecutedCost(n, m, *own)
 
 
@@ -253,67 +249,5 @@ def price(cost: Cost, counters: Mapping[str, int]) -> int:
     True
     """
     for outcome, count in counters.items():
-        _check_integer(f"counters[{outcome!r}]", count, 0)
+        check_integer(f"counters[{outcome!r}]", count, 0)
     return sum(count * cost.price_of(outcome) for outcome, count in counters.items())
-
-
-def total(
-    shapes: Iterable[Shape],
-    steps: int,
-    *,
-    solver: Literal["gram", "standard", "cache"] = "gram",
-    hits: float | Sequence[Mapping[str, int]] | None = None,
-    replicas: int = 1,
-    model: Callable[[int, int], Cost] = PaperCost,
-) -> float:
-    """The cost of a run: `steps` calls for every matrix, on `replicas` devices that each do all of it.
-
-    `hits` goes with "cache": each matrix's calls by outcome; or one hit rate, after the first call.
-
-    >>> round(total(GPT2_SMALL, 30_520) / 1e15, 2)
-    37.18
-    >>> round(total(GPT2_LARGE, 3_814, replicas=8, solver="cache", hits=0.33) / 1e15, 2)
-    468.77
-    """
-    _check_integer("steps", steps, 1)
-    _check_integer("replicas", replicas, 1)
-    if solver not in ("gram", "standard", "cache"):
-        raise ValueError(f"solver must be 'gram', 'standard' or 'cache', got {solver!r}")
-    if (solver == "cache") == (hits is None):
-        raise ValueError(
-            f"hits goes with solver='cache', and only with it, got solver={solver!r}, hits={hits!r}"
-        )
-    costs = [model(*shape) for shape in shapes]
-    if hits is None:
-        return replicas * steps * sum(cost.gram if solver == "gram" else cost.standard for cost in costs)
-    if isinstance(hits, int | float):
-        return replicas * sum(cost.refresh + (steps - 1) * cost.average(hits) for cost in costs)
-    calls = [sum(counters.values()) for counters in hits]
-    if calls != [steps] * len(costs):
-        raise ValueError(f"hits must be {len(costs)} mappings of {steps} calls each, got calls {calls}")
-    return replicas * sum(price(cost, counters) for cost, counters in zip(costs, hits, strict=True))
-
-
-def gpt2_shapes(layers: int, width: int) -> list[Shape]:
-    """GPT-2's matrices without embeddings: fused QKV, attention output, MLP in, MLP out of each block.
-
-    >>> gpt2_shapes(1, 768)
-    [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
-    """
-    _check_integer("layers", layers, 1)
-    _check_integer("width", width, 1)
-    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
-
-
-GPT2_SMALL, GPT2_LARGE = tuple(gpt2_shapes(12, 768)), tuple(gpt2_shapes(36, 1280))
-"""The 48 matrices of GPT-2 Small, and the 144 of GPT-2 Large."""
-
-RESNET18 = (
-    (64, 27),
-    *[(64, 576)] * 4,
-    *((128, 576), (128, 1152), (128, 64), (128, 1152), (128, 1152)),
-    *((256, 1152), (256, 2304), (256, 128), (256, 2304), (256, 2304)),
-    *((512, 2304), (512, 4608), (512, 256), (512, 4608), (512, 4608)),
-    (10, 512),
-)
-"""ResNet-18 for 32 x 32 images: 20 convolutions and the last layer, as (out, in * height * width)."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cachemuon import GramNS, StandardNS
-from cachemuon.flops import GPT2_LARGE, GPT2_SMALL, RESNET18, total
 from cachemuon_lab.config import CACHING, LABELS, OptimizerConfig
 from cachemuon_lab.models import GPT2Config
 from cachemuon_lab.optimizers import SOLVERS
 from cachemuon_lab.performance import Cells, renew
 from cachemuon_lab.recipes import RECIPES, SEARCH_GRID, Recipe, recipe
 from cachemuon_lab.reported import REPORTED
+from cachemuon_lab.totals import GPT2_LARGE, GPT2_SMALL, RESNET18, total
 
 Titled = tuple[str, Cells]
 

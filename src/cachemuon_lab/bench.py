@@ -30,11 +30,11 @@ from cachemuon import (
     param_groups,
     polar,
 )
-from cachemuon.flops import Shape
 from cachemuon.newton_schulz.products import Workspace
 from cachemuon_lab.models.gpt2 import GPT2, GPT2Config
 from cachemuon_lab.stepping import Progress, Results, ceilings, even, host, steps
 from cachemuon_lab.timing import Drive, machine, race, ratios, seconds_of, turns
+from cachemuon_lab.totals import Shape
 from cachemuon_lab.workloads import full_gram_loop, new_basis, plain_gram_loop
 
 SOLVED: dict[str, list[Shape]] = {

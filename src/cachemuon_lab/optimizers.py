@@ -24,7 +24,6 @@ from cachemuon import (
     Solver,
     StandardNS,
     exact_residual,
-    flops,
     param_groups,
 )
 from cachemuon.distributed.placement import ranks_of
@@ -41,6 +40,7 @@ from cachemuon.routing.layout import MatrixView, layout_of
 from cachemuon_lab.config import CACHE_SETTINGS, OptimizerConfig
 from cachemuon_lab.half import HALF, HalfProducts
 from cachemuon_lab.rivals import AdaMuon, Dion2, Dion3, Rival, soap, soap_flops
+from cachemuon_lab.totals import total
 
 SOLVERS: dict[str, StandardNS | GramNS] = {
     "polar": StandardNS(POLAR_EXPRESS),
@@ -229,7 +229,7 @@ class Meter:
                 shapes += [view.sides for layout in layouts for view in layout.views]
         if not shapes:
             return None
-        return float(1 - self._before["flops_paper"] / flops.total(shapes, steps))
+        return float(1 - self._before["flops_paper"] / total(shapes, steps))
 
     def _outcomes(self) -> dict[str, Any]:
         misses = dict.fromkeys(MISSES, 0)

@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from cachemuon import POLAR_EXPRESS, QUINTIC, CacheMuon, GramNS, Muon, StandardNS
-from cachemuon.flops import Shape, gpt2_shapes
 from cachemuon.optim.base import MatrixOptimizer
 from cachemuon_lab.peers import installed
 from cachemuon_lab.timing import Drive, race, ratios, seconds_of, turns
+from cachemuon_lab.totals import Shape, gpt2_shapes
 from cachemuon_lab.workloads import gamma_for, smooth_gradients
 
 Results = dict[str, Any]

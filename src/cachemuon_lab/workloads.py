@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cachemuon import GRAM, CacheGNS
-from cachemuon.flops import Shape
 from cachemuon.newton_schulz.products import Workspace
+from cachemuon_lab.totals import Shape
 
 
 def plain_gram_loop(M: Tensor) -> Tensor:

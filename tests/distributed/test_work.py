@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cachemuon import CacheMuon
 from cachemuon.distributed.placement import EXCHANGES, placements
 from cachemuon.engine.plan import Plan
-from cachemuon.flops import GPT2_LARGE, GPT2_SMALL
+from cachemuon_lab.totals import GPT2_LARGE, GPT2_SMALL
 
 STEPS = 12
 WHOLE = SHAPES + SMALL

@@ -9,8 +9,9 @@ import transformers
 from torch import nn
 from torch.func import functional_call
 
-from cachemuon import Muon, flops, param_groups
+from cachemuon import Muon, param_groups
 from cachemuon.routing.layout import matrix_shape
+from cachemuon_lab import totals
 from cachemuon_lab.models import (
     GPT2,
     GPT2_LARGE,
@@ -306,7 +307,9 @@ def test_resnet_initial_weights():
 
 
 @pytest.mark.parametrize(
-    "config, shapes", [(GPT2_SMALL, flops.GPT2_SMALL), (GPT2_LARGE, flops.GPT2_LARGE)], ids=["small", "large"]
+    "config, shapes",
+    [(GPT2_SMALL, totals.GPT2_SMALL), (GPT2_LARGE, totals.GPT2_LARGE)],
+    ids=["small", "large"],
 )
 def test_gpt2_gives_muon_its_four_matrices_per_block(config, shapes):
     matrices = muon_matrices(config)
@@ -324,7 +327,7 @@ def test_gpt2_gives_adam_the_rest_for_its_reason():
 
 def test_resnet_gives_muon_the_papers_21_matrices():
     matrices = muon_matrices(RESNET18, head="muon")
-    assert tuple(matrices.values()) == flops.RESNET18
+    assert tuple(matrices.values()) == totals.RESNET18
     assert len(matrices) == 21
     assert list(muon_matrices(RESNET18)) == list(matrices)[:-1]
     assert list(matrices)[-1] == "fc.weight"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from cachemuon import flops, param_groups
+from cachemuon import param_groups
 from cachemuon.routing.layout import matrix_shape
+from cachemuon_lab import totals
 from cachemuon_lab import train as train_module
 from cachemuon_lab.config import OptimizerConfig, RunConfig, with_overrides
 from cachemuon_lab.data.images import ImageBatches
@@ -114,7 +115,7 @@ def test_recipes_cost_what_the_paper_reports(name):
         model = build(made.base.model)
     groups = param_groups(model, head=made.base.optimizer.head)
     shapes = [matrix_shape(param.shape)[1:] for _, param in groups[0]["params"]]
-    total = partial(flops.total, shapes, made.base.steps, replicas=made.base.replicas)
+    total = partial(totals.total, shapes, made.base.steps, replicas=made.base.replicas)
     assert total(solver="gram") / 1e15 == pytest.approx(REPORTED[name, "GramMuon"].pflops, abs=0.005)
     assert total(solver="standard") / 1e15 == pytest.approx(REPORTED[name, "PolarExpMuon"].pflops, abs=0.005)
 

@@ -10,6 +10,7 @@ import torch
 from unclipped import PAPERS
 
 from cachemuon import CacheMuon, GramNS, StandardNS, flops
+from cachemuon_lab import totals
 from cachemuon_lab import train as train_module
 from cachemuon_lab.checkpoint import load
 from cachemuon_lab.config import (
@@ -156,7 +157,7 @@ def test_a_run_records_every_step(corpus, tmp_path):
     assert [progress["step"] for progress in seen] == list(range(1, 8))
     hits = sum(line["hits"] for line in run.steps)
     assert seen[-1]["hit_rate"] == hits / (7 * 4)
-    gram = flops.total(flops.gpt2_shapes(1, 32), 7)
+    gram = totals.total(totals.gpt2_shapes(1, 32), 7)
     assert seen[-1]["saved_flops"] == pytest.approx(1 - run.steps[-1]["flops_paper"] / gram)
     assert seen[-1]["validation"] == run.validations[-1]["loss"]
     assert seen[-1]["steps"] == 7 and seen[-1]["seconds_per_step"] > 0
@@ -185,7 +186,7 @@ def test_gram_by_the_papers_model_and_replicas(corpus, tmp_path):
     config = gpt2(corpus, optimizer=OptimizerConfig("gram"), accumulation=1, replicas=2, steps=2)
     seen = []
     run = train(config, tmp_path, on_progress=seen.append)
-    assert run.steps[-1]["flops_paper"] == flops.total(flops.gpt2_shapes(1, 32), 2, replicas=2)
+    assert run.steps[-1]["flops_paper"] == totals.total(totals.gpt2_shapes(1, 32), 2, replicas=2)
     assert seen[-1]["saved_flops"] == 0
     assert seen[-1]["hit_rate"] is None
 

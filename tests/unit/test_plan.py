@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cachemuon import CacheMuon
 from cachemuon.engine.bucket import spread
-from cachemuon.flops import gpt2_shapes
+from cachemuon_lab.totals import gpt2_shapes
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))

@@ -44,8 +44,8 @@ def fits_dtype(dtype: torch.dtype, schedule: Schedule) -> bool:
     Their entries go up to the schedule's gain, and multiply directions that were zero in the matrix they come
     from. Rounding adds up to `gain eps / 2` there, which must stay comparable to a direction's length.
 
-    >>> from cachemuon import DEEPSEEK_V4, GRAM
-    >>> fits_dtype(torch.float16, GRAM), fits_dtype(torch.float16, DEEPSEEK_V4)  # gains of 804 and 79,263
+    >>> from cachemuon import GRAM, polar_express
+    >>> fits_dtype(torch.float16, GRAM), fits_dtype(torch.float16, polar_express(9))  # gains of 804, 10,109
     (True, False)
     """
     return schedule.gain * torch.finfo(dtype).eps / 2 <= 4

@@ -198,16 +198,15 @@ def symmetric_flops(n: int, k: int, pieces: int = 1) -> int:
     return sum(2 * k * (n - i) * (min(i + width, n) - i) for i in range(0, n, width))
 
 
-def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1, cubic: int = 0) -> int:
-    """The FLOPs of GramNS: `Y Y^T` and `Q Y` for each segment, `R^2` for each step that is not cubic, and
-    three products more for each step that ends no segment.
+def gram_flops(n: int, m: int, steps: int, restarts: int, pieces: int = 1) -> int:
+    """The FLOPs of GramNS: `Y Y^T` and `Q Y` for each segment, `R^2` for each step, and three products more
+    for each step that ends no segment.
     """
-    squares = steps - cubic + 3 * (steps - 1 - restarts)
+    squares = steps + 3 * (steps - 1 - restarts)
     segment = symmetric_flops(n, m, pieces) + 2 * n * n * m
     return (restarts + 1) * segment + squares * symmetric_flops(n, n, pieces)
 
 
-def standard_flops(n: int, m: int, steps: int, pieces: int = 1, cubic: int = 0) -> int:
-    """The FLOPs of StandardNS: `Y Y^T` and `Z Y` for each step, `A^2` for each step that is not cubic."""
-    rectangular = symmetric_flops(n, m, pieces) + 2 * n * n * m
-    return steps * rectangular + (steps - cubic) * symmetric_flops(n, n, pieces)
+def standard_flops(n: int, m: int, steps: int, pieces: int = 1) -> int:
+    """The FLOPs of StandardNS: `Y Y^T`, `A^2` and `Z Y` for each step."""
+    return steps * (symmetric_flops(n, m, pieces) + symmetric_flops(n, n, pieces) + 2 * n * n * m)

@@ -87,11 +87,8 @@ class StandardNS(Solver):
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for a, b, c in self.schedule.triples:
             A = symmetric(Y, Y.mT, A)  # (B, n, n)
-            if c:
-                Z = symmetric(A, A, Z, plus=A, beta=b, alpha=c)
-                Y = product(Z, Y, target, plus=Y, beta=a)
-            else:
-                Y = product(A, Y, target, plus=Y, beta=a, alpha=b)
+            Z = symmetric(A, A, Z, plus=A, beta=b, alpha=c)
+            Y = product(Z, Y, target, plus=Y, beta=a)
             target, spare = spare, target
         return Y.to(X.dtype)
 
@@ -190,7 +187,7 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
     for k, (a, b, c) in enumerate(triples, start=1):
         # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
         # times that of P formed at once and R <- (P R) P (docs/notebook/restarts.md).
-        P = symmetric(R, R, P, plus=R, beta=b, alpha=c) if c else torch.mul(R, b, out=P)
+        P = symmetric(R, R, P, plus=R, beta=b, alpha=c)
         P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + b R + c R^2
         if k < len(triples):
             T = symmetric(P, R, T)
@@ -230,9 +227,9 @@ class AutoNS(Solver):
 
 def cheaper(gram: GramNS, n: int, m: int, dtype: torch.dtype) -> StandardNS | GramNS:
     """The given GramNS; or StandardNS with its schedule, where that multiplies less on wide n x m."""
-    restarts, pieces = len(gram.restarts_at(n, m, dtype)), panels(n, dtype)
-    steps, cubic = gram.schedule.steps, gram.schedule.cubic
-    if gram_flops(n, m, steps, restarts, pieces, cubic) < standard_flops(n, m, steps, pieces, cubic):
+    steps, pieces = gram.schedule.steps, panels(n, dtype)
+    restarts = len(gram.restarts_at(n, m, dtype))
+    if gram_flops(n, m, steps, restarts, pieces) < standard_flops(n, m, steps, pieces):
         return gram
     return StandardNS(gram.schedule, eps=gram.eps, dtype=gram.dtype)
 

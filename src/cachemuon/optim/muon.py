@@ -89,7 +89,6 @@ def solver_prices(solver: Solver, n: int, m: int, dtype: torch.dtype) -> tuple[i
     if isinstance(solver, GramNS):
         return executed_by(solver, n, m, dtype).gram, paper_cost(solver, n, m).gram
     if isinstance(solver, StandardNS):
-        schedule = solver.schedule
-        cost = ExecutedCost(n, m, schedule.steps, pieces=panels(n, dtype), cubic=schedule.cubic)
+        cost = ExecutedCost(n, m, solver.schedule.steps, pieces=panels(n, dtype))
         return cost.standard, paper_cost(solver, n, m).standard
     return 0, 0

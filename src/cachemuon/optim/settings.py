@@ -33,9 +33,6 @@ NAMED_SCHEDULES = {
     "gram": schedules.GRAM,
     "polar_express": schedules.POLAR_EXPRESS,
     "jordan": schedules.QUINTIC,
-    "cans": schedules.CANS,
-    "cubic5": schedules.CUBIC5,
-    "deepseek_v4": schedules.DEEPSEEK_V4,
 }
 """What `solver` may be as text: in `CacheMuon` a GramNS with that schedule, in `Muon` a StandardNS, but for
 "gram", which is a GramNS in both.

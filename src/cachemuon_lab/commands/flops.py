@@ -13,7 +13,8 @@ from rich.text import Text
 from cachemuon_lab.terminal import display, new_table
 
 if TYPE_CHECKING:
-    from cachemuon.flops import Cost, Shape
+    from cachemuon.flops import Cost
+    from cachemuon_lab.totals import Shape
 
 
 def flops(
@@ -32,8 +33,9 @@ def flops(
     if what == ["paper"]:
         return _show_papers_table()
     from cachemuon import CacheGNS, GramNS
-    from cachemuon.flops import PaperCost, executed_by, total
+    from cachemuon.flops import PaperCost, executed_by
     from cachemuon_lab.config import OptimizerConfig
+    from cachemuon_lab.totals import total
 
     def clipped(n: int, m: int) -> Cost:
         return executed_by(GramNS(), n, m, rank=CacheGNS(clip=OptimizerConfig.clip).rank(min(n, m)))
@@ -88,7 +90,7 @@ def _show_papers_table() -> None:
 
 
 def _shapes(word: str) -> Sequence[Shape]:
-    from cachemuon.flops import GPT2_LARGE, GPT2_SMALL, RESNET18
+    from cachemuon_lab.totals import GPT2_LARGE, GPT2_SMALL, RESNET18
 
     models = {"gpt2-small": GPT2_SMALL, "gpt2-large": GPT2_LARGE, "resnet18": RESNET18}
     if word in models:

@@ -1,7 +1,7 @@
 """ResNet-18 for 32 x 32 images, the form that is standard on CIFAR-10.
 
 Against ImageNet's: a 3x3 stem of stride 1 and no max pooling. Its 20 convolutions and its last layer are
-the 21 matrices of `cachemuon.flops.RESNET18`, in that order.
+the 21 matrices of `cachemuon_lab.totals.RESNET18`, in that order.
 """
 
 from __future__ import annotations
