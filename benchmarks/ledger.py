@@ -100,6 +100,8 @@ def _renamed(line: dict[str, Any]) -> dict[str, Any]:
         line["name"] = line["name"].replace("-guard0-", "-cache_all1-")
     if optimizer.get("gate") == "sync":
         optimizer["gate"] = "schedule"
+    if optimizer["kind"] == "cache":
+        optimizer.setdefault("normalize", None)  # there was none
     line["outcomes"] = {EARLIER_OUTCOMES.get(one, one): count for one, count in line["outcomes"].items()}
     return line
 

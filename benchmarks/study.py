@@ -137,8 +137,8 @@ METHODS = {
     ),
     "cache": _muon("CacheMuon", "cache", "max_age", LIVES, nesterov=True),
     "cache-rows": _muon("CacheMuon, rows", "cache", "max_age", LIVES, nesterov=True, normalize="rows"),
-    "cache-factored": _muon(
-        "CacheMuon, factored", "cache", "max_age", LIVES, nesterov=True, normalize="factored"
+    "cache-none": _muon(
+        "CacheMuon, normalize=None", "cache", "max_age", LIVES, nesterov=True, normalize=None
     ),
 }
 
@@ -418,15 +418,14 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 def _scatter(ax: Any, task: str, what: str, rows: Sequence[dict[str, Any]], values: Sequence[float]) -> None:
     for row, value in zip(rows, values, strict=True):
         method = METHODS[row["name"]]
-        normalized, half = method.base.normalize is not None, method.base.fraction > 0.25
+        plain = method.base.normalize == (None if method.base.kind == "cache" else "default")
         ax.errorbar(
             value,
             mean(row["losses"]),
             yerr=2 * standard_error(row["losses"]),
             color=drawing.colour(method.base),
             marker=drawing.MARKERS[row["kind"]],
-            mfc="none" if normalized or half else None,
-            ms=9 if method.base.normalize == "factored" else None,
+            mfc="none" if plain == (method.base.kind == "cache") or method.base.fraction > 0.25 else None,
             capsize=2,
             ls="",
             label=method.label,

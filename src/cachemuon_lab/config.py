@@ -76,8 +76,9 @@ class OptimizerConfig:
     is a setting; "cache": CacheMuon, whose settings are those from `gamma` to `min_rows`; "stale": GramMuon
     that solves at every `period`-th step and takes the same direction until the next; "dion2", "dion3":
     `fraction` of the rows is solved; "adamuon", "soap": with second moments of the decay `beta2`, as "dion3";
-    "adamw": Adam for everything, by the `adam_` settings. `normalize` is that of `Muon` and `CacheMuon`,
-    `precision` the dtype in which they iterate, on a CPU emulated. `head` says whose the output layer is.
+    "adamw": Adam for everything, by the `adam_` settings. `normalize` is that of `Muon` and `CacheMuon`, with
+    their defaults; `precision` the dtype in which they iterate, on a CPU emulated. `head` says whose the
+    output layer is.
     Optimizers of one `family` are compared with one another; a recipe with several families names them.
 
     >>> OptimizerConfig("paper", gamma=2.0).label
@@ -105,7 +106,7 @@ class OptimizerConfig:
     cache_all: bool = False
     min_rows: int = 0
     period: int = 2
-    normalize: Literal["rows", "factored"] | None = None
+    normalize: Literal["default", "rows", "factored"] | None = "default"
     precision: Literal["float16", "bfloat16"] | None = None
     fraction: float = 0.25
     beta2: float = 0.95
@@ -125,9 +126,10 @@ class OptimizerConfig:
             got = repr(self.fraction)
             raise ValueError(f"optimizer.fraction must be greater than 0 and at most 1, got {got}")
         for name in ("normalize", "precision"):
-            if getattr(self, name) is not None and self.kind not in (*SOLVING, "cache"):
-                got = repr(getattr(self, name))
-                raise ValueError(f"optimizer.{name} must be none for kind {self.kind!r}, got {got}")
+            value, default = getattr(self, name), getattr(OptimizerConfig, name)
+            if value != default and self.kind not in (*SOLVING, "cache"):
+                got = f"{_short(default)} for kind {self.kind!r}, got {value!r}"
+                raise ValueError(f"optimizer.{name} must be {got}")
         decays = {"momentum": (self.momentum,), "beta2": (self.beta2,), "adam_betas": self.adam_betas}
         for name, values in decays.items():
             if not all(0 <= value < 1 for value in values):

@@ -87,7 +87,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, copies: Any = None
     muon = {**rival, "nesterov": config.nesterov}
     if config.kind == "adamuon":
         return AdaMuon(groups, beta2=config.beta2, **muon)
-    if config.normalize is not None:
+    if config.normalize != "default":
         muon["normalize"] = config.normalize
     if config.precision is not None:
         muon["solver"] = replace(SOLVERS.get(config.kind, GramNS()), dtype=getattr(torch, config.precision))

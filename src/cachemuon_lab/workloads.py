@@ -35,7 +35,7 @@ def full_gram_loop(X: Tensor, workspace: Workspace) -> Tensor:
     """GramNS without a restart on normalized `X (1, n, m)`, in kept memory, every product computed in full:
     GramNS as it was before it computed symmetric products by half.
     """
-    R, P, Q, T = (workspace.square(role, X) for role in "RPQT")
+    R, P, Q, T = (workspace.like(role, X, square=True) for role in "RPQT")
     torch.bmm(X, X.mT, out=R)
     for k, (a, b, c) in enumerate(GRAM.triples):
         torch.baddbmm(R, R, R, beta=b, alpha=c, out=P)

@@ -22,6 +22,7 @@ from contract.variants import (
     exactly,
     gates,
     gradient,
+    normalizes,
     optimizer_for,
     parameter,
     run,
@@ -499,10 +500,11 @@ def test_eps_damps_a_gradient_far_below_it():
 # One matrix in several forms
 
 
-def run_twins(make, left, right, as_right, steps=6, view="auto", **options):
+def run_twins(make, left, right, as_right, steps=6, view="auto", transposed=False, **options):
     """Two parameters with the same gradients, `as_right(gradient)` on the right; returns the optimizers."""
     left, right = nn.Parameter(left), nn.Parameter(right)
-    optimizers = [make([{"params": [left], "view": view}], **options), make([right], **options)]
+    group = {"params": [right], "transposed": transposed}
+    optimizers = [make([{"params": [left], "view": view}], **options), make([group], **options)]
     for step in range(steps):
         left.grad = torch.empty_like(left).copy_(gradient(left.shape, 0, step))
         right.grad = as_right(gradient(left.shape, 0, step))
@@ -550,12 +552,11 @@ def test_a_transposed_parameter(make):
 @every_variant
 def test_tall_is_transposed_wide(make):
     w = parameter((20, 12)).detach()
-    optimizers, tall, wide = run_twins(
-        make, torch.zeros_like(w), torch.zeros_like(w.T), lambda g: g.T.contiguous(), lr=0.1, weight_decay=0.0
+    turn = lambda g: g.T.contiguous()  # noqa: E731
+    _, tall, wide = run_twins(
+        make, torch.zeros_like(w), turn(torch.zeros_like(w)), turn, transposed=True, lr=0.1
     )
-    # "original" is not symmetric: sqrt(max(1, rows / cols)).
-    original = optimizers[0].param_groups[0]["adjust_lr_fn"] in (None, "original")
-    close(tall / (math.sqrt(20 / 12) if original else 1), wide.T)
+    close(tall, wide.T)  # which are the outputs tells the ratio "original", and what is normalized first
 
 
 @pytest.mark.parametrize("shape", [(4, 12, 20), (3, 20, 8)])
@@ -681,7 +682,7 @@ def scalar_map(schedule, x):
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(list(VARIANTS)),
+    name=st.sampled_from([name for name, make in VARIANTS.items() if not normalizes(make)]),
     rows=st.integers(1, 24),
     cols=st.integers(1, 24),
     seed=st.integers(0, 10_000),

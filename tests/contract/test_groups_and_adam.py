@@ -677,7 +677,7 @@ def test_a_group_that_is_none_is_refused(make):
 def test_torchs_settings_of_the_iteration_may_be_a_groups_own(settings):
     # torch iterates in bfloat16.
     moved = []
-    for cls in (torch.optim.Muon, Muon, partial(CacheMuon, gamma=0.0, cache_all=True)):
+    for cls in (torch.optim.Muon, Muon, partial(CacheMuon, normalize=None)):
         w = parameter((12, 16))
         before, w.grad = w.detach().clone(), gradient(w.shape)
         cls([{"params": [w], **settings}], lr=1.0, weight_decay=0.0).step()

@@ -22,9 +22,11 @@ VARIANTS = {
     "muon-polar-express": partial(Muon, solver=StandardNS(POLAR_EXPRESS)),
     "muon-nesterov": partial(Muon, nesterov=True),
     "muon-original": partial(Muon, adjust_lr_fn="original"),
+    "muon-rows": partial(Muon, normalize="rows"),
     "cache-defaults": CacheMuon,
-    # By default a cached step of a matrix this small is shortened to half its length (`max_norm=2`).
-    "cache": partial(CacheMuon, max_norm=4.0, cache_all=True),
+    "cache": partial(CacheMuon, cache_all=True),
+    # Not normalized, a cached step of a matrix this small is shortened to half its length by `max_norm=2`.
+    "cache-plain": partial(CacheMuon, normalize=None, max_norm=4.0, cache_all=True),
     # Without a clip some transforms fail: of the steps of a training a quarter hits, some are bounded.
     "cache-exact": partial(unclipped, gate="schedule", probe="exact", gamma=50.0, max_age=6, momentum=0.9),
     "cache-clip": partial(CacheMuon, gamma=5.0, max_age=6, clip=0.2, max_norm=4.0, cache_all=True),
@@ -49,7 +51,7 @@ every_variant = _over(VARIANTS)
 fresh_variants = _over(name for name in VARIANTS if name.startswith("muon"))
 # By default small matrices are not cached; all others hit.
 cache_variants = _over(name for name in VARIANTS if name.startswith("cache") and name != "cache-defaults")
-scheduled_variants = _over(["cache", "cache-exact", "cache-clip", "cache-float16"])
+scheduled_variants = _over(["cache", "cache-plain", "cache-exact", "cache-clip", "cache-float16"])
 gated_variants = _over(name for name in VARIANTS if name.startswith(("cache-residual", "cache-paper")))
 both_optimizers = _over(["muon", "cache"])
 
@@ -61,6 +63,11 @@ def gates(optimizer):
 def caches(optimizer):
     """Whether it caches matrices as small as here, which do not pay."""
     return gates(optimizer) and optimizer.param_groups[0]["cache_all"]
+
+
+def normalizes(make):
+    """Whether the directions of a variant are divided by their second moments."""
+    return make([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["normalize"] is not None
 
 
 def scheduled(optimizer):

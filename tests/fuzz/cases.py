@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "adjust_lr_fn": (None, "none", "match_rms_adamw"),
     "solver": ("gram", "quintic"),
     "max_workspace_bytes": (None, None, 1, 20_000),
+    "normalize": (None, None, "factored", "factored", "rows"),
 }
 LATER = (
     "lr",
@@ -49,6 +50,7 @@ LATER = (
     "gate",
     "cache_all",
     "min_rows",
+    "normalize",
 )
 """What may be changed in mid-run."""
 
@@ -138,6 +140,8 @@ def _settings(random: Random, make: str, chance: float) -> dict[str, Any]:
     allowed = SETTINGS | (CACHE_SETTINGS if make in ("CacheMuon", "exact") else {})
     if make == "exact":
         del allowed["clip"]
+    if make == "paper":
+        del allowed["normalize"]
     found = {key: random.choice(values) for key, values in allowed.items() if random.random() < chance}
     if make == "paper" and random.random() < chance:
         found["gamma"] = random.choice(CACHE_SETTINGS["gamma"])

@@ -332,6 +332,10 @@ def _check_length(moved, old, group, event, dtype) -> None:
     rounding = 2 * torch.finfo(dtype).eps * size / length + torch.finfo(dtype).smallest_normal / length
     norm = float(torch.linalg.matrix_norm(direction, 2))
     bound = _bound(group, event, min(rows, cols))
+    if group["normalize"] is not None and event.outcome != "bounded":
+        # Its Frobenius norm is that of a solved direction; or, where none was solved yet, its own.
+        norm = float(torch.linalg.matrix_norm(direction))
+        bound = (max(bound, 2.0) if event.hit else bound) * math.sqrt(min(rows, cols))
     assert norm <= bound + rounding, f"{event} has a norm of {norm}, above {bound} + {rounding}"
 
 

@@ -30,7 +30,7 @@ def test_a_role_has_one_memory_and_two_roles_have_two():
     one = workspace.like("X", X).fill_(7)
     assert workspace.like("X", X).data_ptr() == one.data_ptr()
     assert workspace.like("Y", X).data_ptr() != one.data_ptr()
-    assert workspace.square("X", X).data_ptr() != one.data_ptr()  # a square of the same name
+    assert workspace.like("X", X, square=True).data_ptr() != one.data_ptr()  # a square of the same name
     smaller = workspace.like("X", X[:1])
     assert smaller.data_ptr() == one.data_ptr() and smaller.shape == (1, 4, 6)
     assert held(workspace) == 4 * (2 * 2 * 4 * 6 + 2 * 4 * 4)
@@ -45,7 +45,7 @@ def test_shape_layout_and_dtype_are_those_of_the_batch():
         taken = workspace.like("X", X)
         assert (taken.shape, taken.stride(), taken.dtype) == (X.shape, X.stride(), X.dtype)
         assert workspace.like("X", X, torch.float64).dtype == torch.float64
-        square = workspace.square("R", X.double())
+        square = workspace.like("R", X.double(), square=True)
         assert (square.shape, square.is_contiguous(), square.dtype) == ((3, 4, 4), True, torch.float64)
 
 
@@ -59,7 +59,7 @@ def test_half_precision_is_never_multiplied_into_a_transposed_result():
 def test_what_larger_batches_left_is_let_go_where_the_ceiling_asks_for_it():
     workspace, (large,) = Workspace(), matrices(4, 8, 16)
     workspace.like("X", large)
-    workspace.square("R", large)
+    workspace.like("R", large, square=True)
     before, small = held(workspace), solve_bytes(4, 6)
     workspace.prepare(1, 4, 6, 4, need=small, limit=before + small)
     assert held(workspace) == before

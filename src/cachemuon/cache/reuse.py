@@ -145,7 +145,9 @@ class Reuse:
         precision = self.fresh.precision(scale)
         own = precision == scale.dtype or not fits_dtype(precision, self.fresh.schedule)
         onto = scale * factor if own else (factor != 0).to(Q.dtype)
-        made = torch.mul(Q, onto, out=None if torch.compiler.is_compiling() else workspace.square("Q", Q))
+        made = torch.mul(
+            Q, onto, out=None if torch.compiler.is_compiling() else workspace.like("Q", Q, square=True)
+        )
         if repair.left is not None and repair.right is not None:
             made = product(repair.left, repair.right * onto, made, plus=made)
         made.masked_fill_(factor == 0, 0)

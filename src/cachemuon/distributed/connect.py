@@ -69,7 +69,7 @@ class Connections:
         return self.rank_groups[ranks]
 
     def _agree(self, plan: Plan, ranks: Ranks, matrices: list[Matrix], places: Placements) -> None:
-        """A matrix begins without a transform if any rank that should keep an entry for it lacks that."""
+        """A matrix begins anew if any rank that should keep an entry for it, as a transform, lacks that."""
         keeping = [x for x in matrices if _entries(plan, x)]
         own = [x for x in keeping if x.number not in places or places[x.number].stores_transform]
         _drop_unused(plan, matrices, own)
@@ -81,7 +81,10 @@ class Connections:
             ]
             lacking = set() if self.agreed.get(ranks, []) == agreed else self._on_any(ranks, keeping, lacking)
             self.agreed[ranks] = agreed
-        for x in lacking | (set(matrices) - set(keeping)):
+        for x in lacking:
+            for name in _entries(plan, x):
+                plan.state.get(x.param, {}).pop(name, None)
+        for x in lacking.union(x for x in matrices if plan.choices[x.number].life.always is not None):
             plan.schedule.counters[x.number, MADE] = NEVER
 
     def _on_any(self, ranks: Ranks, matrices: list[Matrix], lacking: set[Matrix]) -> set[Matrix]:
@@ -94,12 +97,12 @@ class Connections:
 
 
 def _entries(plan: Plan, x: Matrix) -> set[str]:
-    """The state entries that the orthogonalizer of a matrix names."""
+    """The state entries that the directions of a matrix need."""
     return set(plan.entries_of(x).values())
 
 
 def _drop_unused(plan: Plan, matrices: list[Matrix], own: list[Matrix]) -> None:
-    """Delete entries of orthogonalizers that this rank does not need, as after a change of owner."""
+    """Delete entries for directions that this rank does not need, as after a change of owner."""
     wanted: dict[Tensor, set[str]] = {x.param: set() for x in matrices}
     for x in own:
         wanted[x.param] |= _entries(plan, x)

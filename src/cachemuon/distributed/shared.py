@@ -14,7 +14,7 @@ from ..engine.bucket import Bucket, Kind, Matrix, is_dtensor, local
 from ..engine.orthogonalize import Direction, Update, rows_of
 from ..engine.plan import Chunk, Plan
 from ..engine.schedule import MISSING, PEAK, PROBED, REFRESHED, Readings
-from ..engine.step import gradient, normalized, step_down, take_in
+from ..engine.step import gradient, make_update, step_down, take_in
 from ..newton_schulz.normalize import computed_in
 from .placement import Placement
 from .rank_group import RankGroup
@@ -98,7 +98,7 @@ class Shared:
         peak = torch.where(good.view(-1, 1, 1), peak, torch.nan)
         matrices = [bucket.matrices[row] for row in rows]
         wanted, kept = [outcomes[x.number] for x in matrices], self.plan.kept(bucket, matrices)
-        update = normalized(bucket, rows, wanted, U, peak, kept)
+        update = make_update(bucket, rows, wanted, U, peak, kept)
         self.readings.note(update, PEAK, update.peak)
         return update
 

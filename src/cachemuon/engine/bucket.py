@@ -17,7 +17,7 @@ from .schedule import Block, Life, on_device
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from .orthogonalize import Entry, Orthogonalizer
+    from .orthogonalize import Entry, Normalization, Orthogonalizer
 
 Group = dict[str, Any]
 Ranks = tuple[int, ...]
@@ -48,6 +48,14 @@ class Prices(NamedTuple):
     solve: int
     transform: int = 0
 
+    def plus(self, flops: int) -> Prices:
+        """Prices of directions that cost so many FLOPs more, by any outcome that has a direction."""
+        executed, copy = (
+            {one: price + flops * (one != "non-finite") for one, price in prices.items()}
+            for prices in (self.executed, self.copy)
+        )
+        return Prices(executed, self.paper, copy, self.solve + flops, self.transform)
+
 
 class Choice(NamedTuple):
     """What is done with one kind of matrix. `room` are the bytes that each takes in a batch; `why` tells why
@@ -60,6 +68,12 @@ class Choice(NamedTuple):
     prices: Prices
     block: Block | None = None
     why: str = ""
+    normalization: Normalization | None = None
+
+    def entries(self, rows: int, cols: int) -> dict[str, Entry]:
+        """The state entries that each rows x cols matrix keeps, by name."""
+        found = self.orthogonalizer.entries(rows, cols)
+        return found if self.normalization is None else found | self.normalization.entries(rows, cols)
 
     @property
     def every_step(self) -> int:
@@ -116,8 +130,8 @@ class Kind:
 class Bucket:
     """Matrices of one kind that are worked on as one batch, filled once.
 
-    They are worked on in `precision`, and as their transposes where they are `tall`; for the orthogonalizer
-    each keeps `entries`, in `precision` or in `compact`. On the device lie
+    They are worked on in `precision`, and as their transposes where they are `tall`; each
+    keeps `entries`, in `precision` or in `compact`. On the device lie
     `factors (B, 4)` (`schedule.FACTORS`) and the random `block (n, columns)` of the transforms' life; `lr` is
     a learning rate that lies there, by which the factors are still to be multiplied. `room` is the working
     memory that the bucket takes, and `limit` what it may take, in bytes.
@@ -132,6 +146,7 @@ class Bucket:
     compact: torch.dtype
     device: torch.device
     orthogonalize: Orthogonalizer
+    normalization: Normalization | None
     entries: dict[str, Entry]
     factors: Tensor
     block: Tensor | None

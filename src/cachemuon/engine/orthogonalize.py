@@ -1,13 +1,15 @@
 """Orthogonalizers: what a bucket does with its update. `Fresh` solves; `Cached` follows the schedule.
 
-`Gated`, the paper's sibling of `Cached`, is in `gated.py`. The laboratory's rivals are siblings too.
+`Gated`, the paper's sibling of `Cached`, is in `gated.py`. The laboratory's rivals are siblings too. What
+they make, `Normalization` divides by its second moments where `normalize` asks for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +23,14 @@ from .bucket import Bucket
 TRANSFORM = "transform"
 """The state entry of a matrix's transform."""
 
+MOMENTS = "moments"
+"""The state entry of a normalized matrix: the Frobenius norm of its last solved direction, then a running
+mean square for each output, and with "factored" for each input.
+"""
+
+BETA, EPS = 0.95, 1e-8
+"""The weight of the past in these means, and what is added to their roots."""
+
 
 @dataclass(slots=True, eq=False)
 class Update:
@@ -28,7 +38,8 @@ class Update:
 
     Its `rows` are those of its bucket that take a step. U may be overwritten. A direction is multiplied by
     `gain (B, 1, 1)`, which is `-lr ratio`, and 0 where a gradient is not finite; `peak (B, 1, 1)` is not
-    finite there, and 0 for a matrix of zeros. `kept` has for each entry what the matrices keep from step to
+    finite there, and 0 for a matrix of zeros. `factor` is `-lr ratio` too: where directions are normalized,
+    that multiplies them by it, and `gain` is 1. `kept` has for each entry what the matrices keep from step to
     step, as transforms; `outcomes` are those that the schedule wants; `block` has the random vectors of this
     life; `solved` transforms of X that have been made already, on whichever rank.
     """
@@ -41,6 +52,7 @@ class Update:
     gain: Tensor
     peak: Tensor
     kept: dict[str, list[Tensor]]
+    factor: Tensor
     block: Tensor | None = None
     solved: Tensor | None = None
 
@@ -56,6 +68,7 @@ class Update:
             *(rows_of(self.U, rows), rows_of(self.scale, rows)),
             *(rows_of(self.gain, rows), rows_of(self.peak, rows)),
             {entry: [kept[row] for row in rows] for entry, kept in self.kept.items()},
+            rows_of(self.factor, rows),
             self.block,
             None if self.solved is None else rows_of(self.solved, rows),
         )
@@ -94,6 +107,86 @@ class Entry(NamedTuple):
 
     shape: tuple[int, ...]
     compact: bool = False
+
+
+class Normalization(NamedTuple):
+    """What divides the directions of a bucket by the root of their second moments: `normalize`.
+
+    `turned` says that outputs are columns of the wide form. A reused direction gets the Frobenius norm of the
+    last solved one; where its residual is above gamma it stays as short as it was cut.
+    """
+
+    factored: bool
+    turned: bool = False
+    gamma: float = math.inf
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], rows: int, cols: int) -> Normalization | None:
+        """That of a group's rows x cols matrices; None without one."""
+        if group["normalize"] is None:
+            return None
+        turned = (rows > cols) is not group["transposed"]
+        return cls(group["normalize"] == "factored", turned, float(group.get("gamma", math.inf)))
+
+    def entries(self, rows: int, cols: int) -> dict[str, Entry]:
+        """The moments of each matrix."""
+        inputs, outputs = sorted((rows, cols), reverse=not self.turned)
+        return {MOMENTS: Entry((1 + outputs + (inputs if self.factored else 0),))}
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Those of the products."""
+        return 2 * rows * cols * self.factored
+
+    def apply(self, direction: Direction) -> None:
+        """Normalize a direction in place, by moments that take it in."""
+        update, D, lengthen = direction.update, direction.D, None
+        if direction.reused and direction.probed is not None:
+            lengthen = (direction.probed <= self.gamma).view(-1, 1)
+        good = (torch.isfinite(update.peak) & (update.peak > 0)).flatten(1)
+        squares = torch.mul(D, D, out=None if D is update.U else update.U)  # which is done with
+        moments = torch.stack(update.kept[MOMENTS])
+        if self.turned:
+            D, squares = D.mT, squares.mT
+        normalize_directions(D, squares, moments, update.factor.flatten(1), good, lengthen)
+        torch._foreach_copy_(update.kept[MOMENTS], list(moments.unbind(0)))
+
+
+def normalize_directions(
+    D: Tensor, squares: Tensor, moments: Tensor, factor: Tensor, good: Tensor, lengthen: Tensor | None
+) -> None:
+    """Divide `D (B, outputs, inputs)` by the root of each output's mean square, then by that of each input's
+    if `moments` has them; multiply it by one number then, for a Frobenius norm of `factor (B, 1)` times what
+    it had. Those to `lengthen (B, 1)` get instead the norm of the last direction that was not reused.
+
+    D and `moments (B, 1 + outputs)` or `(B, 1 + outputs + inputs)` are changed in place; the moments only
+    where `good (B, 1)`. `squares` are those of D. With None for `lengthen`, D was solved.
+
+    >>> D, moments = torch.tensor([[[4.0, 0.0], [0.0, 3.0]]]), torch.zeros(1, 3)
+    >>> one = torch.ones(1, 1)
+    >>> normalize_directions(D, D.square(), moments, one, one > 0, None)
+    >>> D  # rows of one length, and the norm that it had
+    tensor([[[3.5355, 0.0000],
+             [0.0000, 3.5355]]])
+    """
+    _, outputs, inputs = D.shape
+    norm, by_output, by_input = moments.split([1, outputs, moments.shape[1] - 1 - outputs], dim=1)
+    taken = good.to(D.dtype) * (1 - BETA)
+    sums = squares.sum(-1)
+    own = sums.sum(-1, keepdim=True).sqrt()
+    by_output.lerp_(sums / inputs, taken)
+    scale = 1 / (by_output.sqrt() + EPS)
+    if factored := by_input.shape[1] > 0:
+        sums = torch.bmm(scale.square().unsqueeze(1), squares).squeeze(1)
+        by_input.lerp_(sums / outputs, taken)
+        across = 1 / (by_input.sqrt() + EPS)
+    made = (sums * (across if factored else scale).square()).sum(-1, keepdim=True).sqrt()
+    if lengthen is None:
+        norm.copy_(torch.where(good, own, norm))
+    else:
+        own = torch.where(lengthen & (norm > 0), norm, own)
+    D.mul_((scale * torch.where(made > 0, factor * own / made, 0)).unsqueeze(-1))
+    if factored:
+        D.mul_(across.unsqueeze(1))
 
 
 class Orthogonalizer(Protocol):

@@ -252,21 +252,21 @@ class Plan:
         return momentum
 
     def entries_of(self, x: Matrix) -> dict[str, str]:
-        """The names in the state of what a matrix keeps for its orthogonalizer, by entry."""
+        """The names in the state of what a matrix keeps for its directions, by entry."""
         if x.number not in self._names:
-            entries = self.choices[x.number].orthogonalizer.entries(*x.layout.views[x.index].sides)
+            entries = self.choices[x.number].entries(*x.layout.views[x.index].sides)
             self._names[x.number] = {one: entry_name(one, x.index, len(x.layout.views)) for one in entries}
         return self._names[x.number]
 
     def kept(self, bucket: Bucket, matrices: list[Matrix]) -> dict[str, list[Tensor]]:
-        """What each matrix keeps for the orthogonalizer of a bucket, by entry; made on first sight."""
+        """What each matrix keeps for the directions of a bucket, by entry; made on first sight."""
         found: dict[str, list[Tensor]] = {entry: [] for entry in bucket.entries}
         for x in matrices if found else ():
             state = self.state[x.param]
             for entry, name in (self._names.get(x.number) or self.entries_of(x)).items():
                 shape, compact = bucket.entries[entry]
                 dtype = bucket.compact if compact else bucket.precision
-                if name not in state:
+                if name not in state or state[name].shape != shape:  # another `normalize` has other moments
                     state[name] = local(x.param).new_zeros(shape, dtype=dtype)
                 elif state[name].dtype != dtype:
                     state[name] = state[name].to(dtype)
@@ -311,7 +311,8 @@ def _bucket(chunk: Chunk, factors: Tensor, values: DeviceValues) -> Bucket:
         kept_dtype(first),
         first.param.device,
         chunk.choice.orthogonalizer,
-        chunk.choice.orthogonalizer.entries(*sides),
+        chunk.choice.normalization,
+        chunk.choice.entries(*sides),
         factors,
         None if chunk.block is None else values.blocks[chunk.block],
         first.group["lr"] if on_device(first.group["lr"]) else None,

@@ -47,6 +47,8 @@ def take_step(plan: Plan, exchanges: Sequence[Exchange], number: int) -> list[st
     for exchange in exchanges:
         for updates in exchange.gather(outcomes):
             for direction in updates[0].bucket.orthogonalize(updates, number, plan.workspace):
+                if (normalization := direction.update.bucket.normalization) is not None:
+                    normalization.apply(direction)
                 exchange.scatter(direction)
                 del direction  # its memory is for the next one
             del updates
@@ -65,24 +67,17 @@ class Local:
         """Take in the gradient of every matrix that has one."""
         self.readings.clear()
         for buckets in self.together:
-            stepped = [
-                (bucket, [row for row, x in enumerate(bucket.matrices) if x.param.grad is not None])
-                for bucket in buckets
-            ]
-            if any(rows for _, rows in stepped):
-                yield [
-                    self._update(bucket, rows, place, outcomes)
-                    for place, (bucket, rows) in enumerate(stepped)
-                    if rows
-                ]
-
-    def _update(self, bucket: Bucket, rows: list[int], place: int, outcomes: list[int]) -> Update:
-        U, peak = take_in(bucket, rows, self.plan, place=place)
-        matrices = [bucket.matrices[row] for row in rows]
-        wanted = [outcomes[x.number] for x in matrices]
-        update = normalized(bucket, rows, wanted, U, peak, self.plan.kept(bucket, matrices))
-        self.readings.note(update, PEAK, peak)
-        return update
+            updates: list[Update] = []
+            for bucket in buckets:
+                rows = [row for row, x in enumerate(bucket.matrices) if x.param.grad is not None]
+                if rows:
+                    U, peak = take_in(bucket, rows, self.plan, place=len(updates))
+                    matrices = [bucket.matrices[row] for row in rows]
+                    wanted, kept = [outcomes[x.number] for x in matrices], self.plan.kept(bucket, matrices)
+                    updates.append(make_update(bucket, rows, wanted, U, peak, kept))
+                    self.readings.note(updates[-1], PEAK, peak)
+            if updates:
+                yield updates
 
     def scatter(self, direction: Direction) -> None:
         """Decay and update of the parameters."""
@@ -142,7 +137,7 @@ def take_in(
     return U, peak
 
 
-def normalized(
+def make_update(
     bucket: Bucket, rows: list[int], wanted: list[int], U: Tensor, peak: Tensor, kept: dict[str, list[Tensor]]
 ) -> Update:
     """What the orthogonalizer of a bucket is given for `U (B, rows, cols)`, which is divided by its peak, in
@@ -152,10 +147,12 @@ def normalized(
     inverse = 1 / torch.where(finite, peak, 1).clamp_(min=torch.finfo(U.dtype).tiny)
     norm = torch.linalg.vector_norm(U.mul_(inverse), dim=(-2, -1), keepdim=True)
     scale = 1 / (norm + bucket.matrices[0].group["eps"] * inverse).clamp_(min=1)  # below 1 is only a zero
-    gain = rows_of(bucket.factors, rows)[:, 0].view(-1, 1, 1) * finite
+    factor = rows_of(bucket.factors, rows)[:, 0].view(-1, 1, 1)
     if bucket.lr is not None:
-        gain = gain * bucket.lr.to(gain.dtype)
-    return Update(bucket, rows, wanted, U.mT if bucket.tall else U, scale, gain, peak, kept, bucket.block)
+        factor = factor * bucket.lr.to(factor.dtype)
+    gain = finite.to(factor.dtype) if bucket.normalization is not None else factor * finite
+    X = U.mT if bucket.tall else U
+    return Update(bucket, rows, wanted, X, scale, gain, peak, kept, factor, bucket.block)
 
 
 def step_down(bucket: Bucket, rows: list[int], steps: Iterable[Tensor], finite: Tensor) -> None:

@@ -119,16 +119,18 @@ class Workspace:
     >>> import torch
     >>> workspace, X = Workspace(), torch.randn(1, 3, 2).mT
     >>> one, two = workspace.like("X", X), workspace.like("X", X)
-    >>> one.data_ptr() == two.data_ptr(), one.stride() == X.stride(), workspace.square("R", X).shape
-    (True, True, torch.Size([1, 2, 2]))
+    >>> one.data_ptr() == two.data_ptr(), one.stride() == X.stride()
+    (True, True)
+    >>> workspace.like("R", X, square=True).shape
+    torch.Size([1, 2, 2])
     """
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, bool, dtype, device], Tensor] = {}
         self._views: dict[Key, Tensor] = {}
 
-    def like(self, role: str, X: Tensor, dtype: dtype | None = None) -> Tensor:
-        """Memory in the shape and layout of a batch `X (B, n, m)`.
+    def like(self, role: str, X: Tensor, dtype: dtype | None = None, square: bool = False) -> Tensor:
+        """Memory in the shape and layout of a batch `X (B, n, m)`, or for `(B, n, n)`.
 
         In half precision on a CPU it is always row by row: torch multiplies into a transposed result two
         thousand times slower there (12 s for 768 x 768 by 768 x 2304 in bfloat16).
@@ -136,14 +138,8 @@ class Workspace:
         dtype = dtype or X.dtype
         slow = dtype.itemsize < 4 and X.device.type == "cpu"
         transposed = X.stride(-2) == 1 and X.stride(-1) != 1 and not slow
-        key = role, False, X.shape, dtype, transposed, X.device
-        view = self._views.get(key)
-        return self._made(X, key) if view is None else view
-
-    def square(self, role: str, X: Tensor) -> Tensor:
-        """Memory for `(B, n, n)` in the dtype of a batch `X (B, n, m)`."""
-        B, n, _ = X.shape
-        key = role, True, (B, n, n), X.dtype, False, X.device
+        shape = (*X.shape[:-1], X.shape[-2]) if square else X.shape
+        key = role, shape[-2] == shape[-1], shape, dtype, transposed and not square, X.device
         view = self._views.get(key)
         return self._made(X, key) if view is None else view
 

@@ -47,7 +47,8 @@ class Solver(ABC):
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """Orthogonalize a batch `X (B, n, m)` of normalized wide matrices, in float32 or float64.
 
-        The result may lie in the workspace, under any role but "scratch", which optimizers use for X.
+        The result is new, or lies in the workspace, under any role but "gradient", which optimizers use for
+        X.
         """
 
     @torch.no_grad()
@@ -83,7 +84,7 @@ class StandardNS(Solver):
     def solve(self, X: Tensor, workspace: Workspace) -> Tensor:
         """Orthogonalize a batch of normalized wide matrices."""
         Y = X.to(self.precision(X))
-        A, Z = workspace.square("A", Y), workspace.square("Z", Y)
+        A, Z = workspace.like("A", Y, square=True), workspace.like("Z", Y, square=True)
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for a, b, c in self.schedule.triples:
             A = symmetric(Y, Y.mT, A)  # (B, n, n)
@@ -152,7 +153,7 @@ class GramNS(Solver):
         """
         dtype, triples, (n, m) = self.precision(X), self.schedule.triples, X.shape[-2:]
         Y = X.to(dtype)
-        R, Q_tot = workspace.square("R", Y), None
+        R, Q_tot = workspace.like("R", Y, square=True), None
         target, spare = workspace.like("direction", Y), workspace.like("spare", Y)
         for begin, end in pairwise((0, *self.restarts_at(n, m, dtype), len(triples))):
             last = end == len(triples)
@@ -183,7 +184,7 @@ def gram_transform(R: Tensor, triples: Sequence[Triple], workspace: Workspace) -
 
     R, whose norm is at most 1, is overwritten; Q lies in the workspace.
     """
-    P, Q, T = (workspace.square(role, R) for role in "PQT")
+    P, Q, T = (workspace.like(role, R, square=True) for role in "PQT")
     for k, (a, b, c) in enumerate(triples, start=1):
         # The listing's a R + R Z adds two terms that nearly cancel: in float32 its error is 1.2 to 3.8
         # times that of P formed at once and R <- (P R) P (docs/notebook/restarts.md).

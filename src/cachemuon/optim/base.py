@@ -18,6 +18,7 @@ from ..distributed.connect import Connections
 from ..distributed.placement import Placement, placements, ranks_of
 from ..distributed.rank_group import as_process_group
 from ..engine.bucket import Choice
+from ..engine.orthogonalize import Normalization
 from ..engine.plan import Plan
 from ..engine.step import Exchange, take_step
 from ..newton_schulz.products import full_precision
@@ -52,6 +53,16 @@ def arguments(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ("self", "params", "__class__")}
 
 
+def normalized(choice: Choice, group: dict[str, Any], view: MatrixView) -> Choice:
+    """A choice for matrices of a group with the group's normalization, if it has one."""
+    normalization = Normalization.of(group, *view.sides)
+    if normalization is None:
+        return choice
+    prices = choice.prices.plus(normalization.flops(*view.sides))
+    room = choice.room + 6 * sum(view.sides) * 8  # numbers for rows and columns
+    return choice._replace(prices=prices, room=room, normalization=normalization)
+
+
 class MatrixOptimizer(Optimizer):
     """Momentum, decay and update for matrices, Adam for the rest; subclasses say how matrices are
     orthogonalized.
@@ -61,7 +72,7 @@ class MatrixOptimizer(Optimizer):
     change.
     """
 
-    settings: tuple[str, ...] = ("solver", "eps")
+    settings: tuple[str, ...] = ("solver", "eps", "normalize", "transposed")
     """The settings that matrices must share to be worked on together."""
 
     around_matrices: Callable[[], AbstractContextManager[Any]] = nullcontext

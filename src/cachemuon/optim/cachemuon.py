@@ -22,7 +22,7 @@ from ..newton_schulz.solvers import GramNS, cheaper
 from ..newton_schulz.workspace import hit_bytes, solve_bytes
 from ..report.counters import UNCACHED
 from ..routing.layout import MatrixView
-from .base import MatrixOptimizer, arguments
+from .base import MatrixOptimizer, arguments, normalized
 from .settings import CACHE_RULES, check, check_cache_dtype
 
 
@@ -36,6 +36,9 @@ class CacheMuon(MatrixOptimizer):
 
     Settings that torch.optim.Muon has too keep its meanings and defaults. The others:
 
+    - `normalize`: "factored" divides a direction by the roots of running mean squares (0.95), of each output
+      and then of each input; "rows" of each output only, as NorMuon does. Then it gets the Frobenius norm of
+      the matrix's last solved direction, so that a learning rate means what it does in `Muon`. None: neither.
     - `max_age`: the number of steps that a transform is reused. With 0 a group is never cached.
     - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1. Its matrix is
       then solved fresh for 32 steps, after the next such residual for 64, up to 1,024.
@@ -84,6 +87,7 @@ class CacheMuon(MatrixOptimizer):
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
         *,
+        normalize: str | None = "factored",
         gamma: float = 20.0,
         probe: str = "sketch",
         vectors: int = 8,
@@ -115,6 +119,7 @@ class CacheMuon(MatrixOptimizer):
             "max_age": None,
             "clip": 0.0,
             "cache_all": True,
+            "normalize": None,
         }
         added = fixed.keys() | {"vectors", "max_norm", "seed", "min_rows", "cache_dtype"}
         if taken := sorted(added & settings.keys()):
@@ -133,15 +138,17 @@ class CacheMuon(MatrixOptimizer):
         copy = {one: cost.price_of_copy(one) for one in OUTCOMES}
         prices = Prices(executed, by_paper, copy, cost.baseline, cost.transform)
         if why := _why_not_cached(group, cost, count, param.device.type):
-            return Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
+            choice = Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
+            return normalized(choice, group, view)
         life, block = Life(group["max_age"], gamma=float(group["gamma"])), block_of(group, n)
-        return Choice(
+        choice = Choice(
             (Cached if group["gate"] == "schedule" else Gated)(cache, life.gamma),
             life,
             max(room, hit_bytes(n, m, block.columns, size)) + n * n * size,
             prices,
             block,
         )
+        return normalized(choice, group, view)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a group that are out of range."""

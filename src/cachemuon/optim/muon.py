@@ -20,7 +20,7 @@ from ..newton_schulz.solvers import AutoNS, GramNS, Solver, StandardNS
 from ..newton_schulz.workspace import solve_bytes
 from ..report.counters import FRESH
 from ..routing.layout import MatrixView
-from .base import MatrixOptimizer, arguments
+from .base import MatrixOptimizer, arguments, normalized
 
 
 class Muon(MatrixOptimizer):
@@ -31,7 +31,8 @@ class Muon(MatrixOptimizer):
     `sqrt(max(1, rows / cols))` unless `adjust_lr_fn` says otherwise. Settings and defaults are those of
     torch.optim.Muon, except the solver, whose default is the cheapest for each shape. `solver=GramNS()`, or
     "gram", is the paper's GramMuon, and `solver=StandardNS(POLAR_EXPRESS)`, or "polar_express", its
-    PolarExpMuon. `solver=StandardNS(QUINTIC)`, or "jordan", is torch's. docs/settings.md has every setting.
+    PolarExpMuon. `solver=StandardNS(QUINTIC)`, or "jordan", is torch's. `normalize="rows"` makes it NorMuon,
+    and "factored" normalizes inputs too (`CacheMuon` has the formula). docs/settings.md has every setting.
     Among the ranks of a `process_group`, or of sharded parameters, each matrix has an owner that solves for
     it.
 
@@ -57,6 +58,7 @@ class Muon(MatrixOptimizer):
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
         *,
+        normalize: str | None = None,
         solver: Solver | str | None = None,
         max_workspace_bytes: int | None = None,
         process_group: Any = None,
@@ -69,7 +71,8 @@ class Muon(MatrixOptimizer):
         dtype, size = solver.precision(param), computed_in(param.dtype).itemsize
         fresh, paper = solver_prices(solver, n, m, dtype)
         prices = Prices({"fresh": fresh}, {"fresh": paper}, {}, fresh)
-        return Choice(Fresh(solver), Life(always=FRESH), solve_bytes(n, m, size), prices)
+        choice = Choice(Fresh(solver), Life(always=FRESH), solve_bytes(n, m, size), prices)
+        return normalized(choice, group, view)
 
     def solver_of(self, schedule: Schedule | None) -> Solver:
         """A StandardNS with a schedule, but GramNS with GramMuon's; without one AutoNS."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.placement import EXCHANGES, check_sharding
+from ..engine.orthogonalize import TRANSFORM, Normalization
 from ..engine.plan import ADJUST_LR_FNS
 from ..newton_schulz import schedules
 from ..newton_schulz.normalize import fits_dtype
@@ -37,6 +38,9 @@ NAMED_SCHEDULES = {
 """What `solver` may be as text: in `CacheMuon` a GramNS with that schedule, in `Muon` a StandardNS, but for
 "gram", which is a GramNS in both.
 """
+
+NORMALIZE = ("rows", "factored")
+"""What the second moments are of that directions are divided by: of outputs, or of these and inputs."""
 
 GATES = ("schedule", "residual")
 """How it is decided whether a transform is reused: by the step's number, or by reading its residual."""
@@ -93,6 +97,7 @@ MUON_RULES: dict[str, Rule] = {
     "maximize": ABSENT,
     "lr_ratio": ((lambda value: value is None), "left out of a group of Muon: it is a setting of Adam's"),
     "adjust_lr_fn": _one_of(*ADJUST_LR_FNS, None),
+    "normalize": _one_of(*NORMALIZE, None),
     "split": (_split, "an integer >= 1 or a tuple of them"),
     "transposed": BOOLEAN,
     "max_workspace_bytes": (
@@ -230,10 +235,15 @@ def check_entries(name: str, param: Tensor, group: dict[str, Any], saved: dict[s
     needed: dict[str, tuple[int, ...]] = {"step": (1,), "exp_avg": shape, "exp_avg_sq": shape}
     others: dict[str, tuple[int, ...]] = {}
     if group["use_muon"]:
-        sides = [view.wide[0] for view in layout_of(group, param).views]
-        number = len(sides)
+        views = layout_of(group, param).views
+        number = len(views)
         needed = {"counters": (number, len(COLUMNS)), "residuals": (number, len(RESIDUALS))}
-        others = {entry_name("transform", i, number): (n, n) for i, n in enumerate(sides)}
+        for i, view in enumerate(views):
+            n, normalization = view.wide[0], Normalization.of(group, *view.sides)
+            entries: dict[str, tuple[int, ...]] = {TRANSFORM: (n, n)}
+            if normalization is not None:
+                entries |= {name: entry.shape for name, entry in normalization.entries(*view.sides).items()}
+            others |= {entry_name(name, i, number): sides for name, sides in entries.items()}
     begun = bool(needed.keys() & saved.keys())
     if group["use_muon"]:
         needed["momentum_buffer"] = shape  # which other optimizers have too

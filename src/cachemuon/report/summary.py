@@ -76,8 +76,7 @@ class MatrixReport(NamedTuple):
         """What its cache is doing, in words."""
         if self.choice.why:
             return f"not cached: {self.choice.why}"
-        sides = self.matrix.layout.views[self.matrix.index].sides
-        if not self.choice.orthogonalizer.entries(*sides):
+        if self.choice.life.always is not None:
             return "solved at every step"
         if self.counters[UNTIL] > self.matrix.group["step"]:
             return f"suspended until step {self.counters[UNTIL]}: its residual was above gamma"

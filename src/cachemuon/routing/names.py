@@ -11,6 +11,7 @@ _SHARED = ("lr", "weight_decay", "eps")
 MUON_SETTINGS = frozenset(
     (
         *(*_SHARED, "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "solver"),
+        "normalize",
         *("gamma", "probe", "vectors", "max_age", "clip", "max_norm", "seed", "gate", "cache_all"),
         *("min_rows", "cache_dtype", "max_workspace_bytes", "process_group", "exchange"),
     )
