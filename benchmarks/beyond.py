@@ -34,7 +34,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from study import as_bytes, best_fresh, hits, standard_error, summary
-from trainings import Stopped, Trainings, add_arguments, tell, trainings_of
+from trainings import Stopped, Trainings, add_arguments, plain, tell, trainings_of
 
 from cachemuon import CacheGNS, GramNS
 from cachemuon.flops import executed_by
@@ -139,7 +139,7 @@ class Study:
 
     def config(self, job: Job) -> RunConfig:
         settings = (f"data.path={self.data[job.task]}", f"seed={job.seed}", "checkpoint_every=1000000")
-        return configure(recipe(RECIPES[job.task]), job.optimizer, settings)
+        return configure(recipe(RECIPES[job.task]), plain(job.optimizer), settings)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Train what is not finished yet."""

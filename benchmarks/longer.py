@@ -26,7 +26,17 @@ from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from study import best_fresh, hits, summary
-from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell, trainings_of
+from trainings import (
+    Stopped,
+    Trainings,
+    add_arguments,
+    best_of,
+    climb,
+    plain,
+    searched_table,
+    tell,
+    trainings_of,
+)
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -50,7 +60,7 @@ class Longer:
 
     def config(self, kind: str, rate: float, seed: int, steps: int) -> RunConfig:
         own = (f"data.path={self.data}", f"steps={steps}", f"seed={seed}")
-        return configure(recipe("gpt2-mini"), replace(SHARED, kind=kind, lr=rate), (*SETTINGS, *own))
+        return configure(recipe("gpt2-mini"), plain(replace(SHARED, kind=kind, lr=rate)), (*SETTINGS, *own))
 
     def results(self) -> dict[str, Any]:
         """Search, search the two again at the whole length, and sum it up."""

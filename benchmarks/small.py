@@ -31,7 +31,17 @@ from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from study import hits
-from trainings import Stopped, Trainings, add_arguments, best_of, climb, searched_table, tell, trainings_of
+from trainings import (
+    Stopped,
+    Trainings,
+    add_arguments,
+    best_of,
+    climb,
+    plain,
+    searched_table,
+    tell,
+    trainings_of,
+)
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -65,7 +75,7 @@ class Small:
             f"validate_every={OFTEN}",
             f"checkpoint_every={OFTEN}",
         )
-        return configure(recipe("gpt2-small-owt"), optimizer, (*SETTINGS, *own, *settings))
+        return configure(recipe("gpt2-small-owt"), plain(optimizer), (*SETTINGS, *own, *settings))
 
     def searched(self) -> dict[str, dict[float, float]]:
         """For each method the losses after shorter runs, by learning rate."""

@@ -105,7 +105,7 @@ def _told(name: str, value: Any) -> str:
 def _muon(
     label: str, kind: str, knob: str = "nesterov", ladder: tuple[Any, ...] = (True, False), **own: Any
 ) -> Method:
-    shared = {"lr": 0.02, "momentum": 0.9, "adam_lr": 2e-3, **own}
+    shared = {"lr": 0.04, "momentum": 0.9, "adam_lr": 2e-3, **own}
     base = OptimizerConfig(kind, **shared)  # type: ignore[arg-type]
     return Method(label, base, {"lr": RATES, "momentum": MOMENTA, knob: ladder})
 

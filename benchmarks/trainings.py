@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import get_context, parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from ledger import Finished, Ledger
 
-from cachemuon_lab.config import LABELS, RunConfig
+from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
 from cachemuon_lab.performance import Cells, renew
 from cachemuon_lab.train import Interrupted, train
 
@@ -120,6 +121,11 @@ def _trained(config: RunConfig, folder: Path, deadline: float) -> Finished | Non
         except Interrupted:
             _halt.set()  # nor what waits behind it
             return None
+
+
+def plain(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """CacheMuon without `normalize`, as those studies have it that were trained before there was any."""
+    return replace(optimizer, normalize=None) if optimizer.kind == "cache" else optimizer
 
 
 def climb(

@@ -48,14 +48,6 @@ class Prices(NamedTuple):
     solve: int
     transform: int = 0
 
-    def plus(self, flops: int) -> Prices:
-        """Prices of directions that cost so many FLOPs more, by any outcome that has a direction."""
-        executed, copy = (
-            {one: price + flops * (one != "non-finite") for one, price in prices.items()}
-            for prices in (self.executed, self.copy)
-        )
-        return Prices(executed, self.paper, copy, self.solve + flops, self.transform)
-
 
 class Choice(NamedTuple):
     """What is done with one kind of matrix. `room` are the bytes that each takes in a batch; `why` tells why

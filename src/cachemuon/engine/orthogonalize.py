@@ -133,60 +133,53 @@ class Normalization(NamedTuple):
         inputs, outputs = sorted((rows, cols), reverse=not self.turned)
         return {MOMENTS: Entry((1 + outputs + (inputs if self.factored else 0),))}
 
-    def flops(self, rows: int, cols: int) -> int:
-        """Those of the products."""
-        return 2 * rows * cols * self.factored
-
     def apply(self, direction: Direction) -> None:
         """Normalize a direction in place, by moments that take it in."""
         update, D, lengthen = direction.update, direction.D, None
         if direction.reused and direction.probed is not None:
             lengthen = (direction.probed <= self.gamma).view(-1, 1)
         good = (torch.isfinite(update.peak) & (update.peak > 0)).flatten(1)
-        squares = torch.mul(D, D, out=None if D is update.U else update.U)  # which is done with
+        spare = torch.empty_like(D) if D is update.U else update.U  # which is done with
         moments = torch.stack(update.kept[MOMENTS])
         if self.turned:
-            D, squares = D.mT, squares.mT
-        normalize_directions(D, squares, moments, update.factor.flatten(1), good, lengthen)
+            D, spare = D.mT, spare.mT
+        normalize_directions(D, moments, update.factor.flatten(1), good, lengthen, spare)
         torch._foreach_copy_(update.kept[MOMENTS], list(moments.unbind(0)))
 
 
 def normalize_directions(
-    D: Tensor, squares: Tensor, moments: Tensor, factor: Tensor, good: Tensor, lengthen: Tensor | None
+    D: Tensor, moments: Tensor, factor: Tensor, good: Tensor, lengthen: Tensor | None, spare: Tensor
 ) -> None:
-    """Divide `D (B, outputs, inputs)` by the root of each output's mean square, then by that of each input's
-    if `moments` has them; multiply it by one number then, for a Frobenius norm of `factor (B, 1)` times what
-    it had. Those to `lengthen (B, 1)` get instead the norm of the last direction that was not reused.
+    """Divide `D (B, outputs, inputs)` by the root of each output's mean square; then by that of each input's,
+    if `moments` has them. Then it is multiplied by one number, for a Frobenius norm of `factor (B, 1)` times
+    what it was; those to `lengthen (B, 1)` get the norm of the last direction that was not reused.
 
     D and `moments (B, 1 + outputs)` or `(B, 1 + outputs + inputs)` are changed in place; the moments only
-    where `good (B, 1)`. `squares` are those of D. With None for `lengthen`, D was solved.
+    where `good (B, 1)`. `spare` is memory like D. With None for `lengthen`, D was solved.
 
     >>> D, moments = torch.tensor([[[4.0, 0.0], [0.0, 3.0]]]), torch.zeros(1, 3)
     >>> one = torch.ones(1, 1)
-    >>> normalize_directions(D, D.square(), moments, one, one > 0, None)
+    >>> normalize_directions(D, moments, one, one > 0, None, torch.empty_like(D))
     >>> D  # rows of one length, and the norm that it had
     tensor([[[3.5355, 0.0000],
              [0.0000, 3.5355]]])
     """
-    _, outputs, inputs = D.shape
+    outputs, taken = D.shape[1], good.to(D.dtype) * (1 - BETA)
     norm, by_output, by_input = moments.split([1, outputs, moments.shape[1] - 1 - outputs], dim=1)
-    taken = good.to(D.dtype) * (1 - BETA)
-    sums = squares.sum(-1)
-    own = sums.sum(-1, keepdim=True).sqrt()
-    by_output.lerp_(sums / inputs, taken)
-    scale = 1 / (by_output.sqrt() + EPS)
+    sums = torch.mul(D, D, out=spare).sum(-1)
+    length = sums.sum(-1, keepdim=True).sqrt()
+    scale = by_output.lerp_(sums / D.shape[2], taken).sqrt().add_(EPS).reciprocal_()
     if factored := by_input.shape[1] > 0:
-        sums = torch.bmm(scale.square().unsqueeze(1), squares).squeeze(1)
-        by_input.lerp_(sums / outputs, taken)
-        across = 1 / (by_input.sqrt() + EPS)
-    made = (sums * (across if factored else scale).square()).sum(-1, keepdim=True).sqrt()
+        D.mul_(scale.unsqueeze(-1))
+        sums = torch.mul(D, D, out=spare).sum(-2)
+        scale = by_input.lerp_(sums / outputs, taken).sqrt().add_(EPS).reciprocal_()
     if lengthen is None:
-        norm.copy_(torch.where(good, own, norm))
+        norm.copy_(torch.where(good, length, norm))
     else:
-        own = torch.where(lengthen & (norm > 0), norm, own)
-    D.mul_((scale * torch.where(made > 0, factor * own / made, 0)).unsqueeze(-1))
-    if factored:
-        D.mul_(across.unsqueeze(1))
+        length = torch.where(lengthen & (norm > 0), norm, length)
+    made = (sums * scale.square()).sum(-1, keepdim=True).sqrt()
+    scale *= torch.where(made > 0, factor * length / made, 0)
+    D.mul_(scale.unsqueeze(-2 if factored else -1))
 
 
 class Orthogonalizer(Protocol):

@@ -58,9 +58,8 @@ def normalized(choice: Choice, group: dict[str, Any], view: MatrixView) -> Choic
     normalization = Normalization.of(group, *view.sides)
     if normalization is None:
         return choice
-    prices = choice.prices.plus(normalization.flops(*view.sides))
     room = choice.room + 6 * sum(view.sides) * 8  # numbers for rows and columns
-    return choice._replace(prices=prices, room=room, normalization=normalization)
+    return choice._replace(room=room, normalization=normalization)
 
 
 class MatrixOptimizer(Optimizer):
