@@ -13,6 +13,7 @@ import beyond
 import ledger
 import longer
 import pytest
+import rates
 from ledger import Finished, Ledger
 from made_tokens import write_tokens
 from pages import check_tables
@@ -186,3 +187,15 @@ def test_the_pages_have_what_the_ledger_says_of_longer_trainings(monkeypatch):
     results = longer.Longer(Path("text"), known, steps=2000, search=500).results()
     check_tables(longer.tables(results))
     assert len(results["methods"]) == 6
+
+
+def test_the_pages_have_what_the_ledger_says_of_learning_rates(monkeypatch):
+    known = Known(ROOT / "benchmarks" / "results" / "rates.jsonl", monkeypatch)
+    methods = [name for name in rates.METHODS if name != "gram-factored"]
+    rows = rates.losses(known, {"text": Path("text")}, methods, [0])
+    check_tables(rates.tables(rows))
+    assert len(rows) == 5 * 5
+    losses = {(row["method"], row["lr"]): row["losses"][0] for row in rows}
+    for lr in (0.01, 0.02, 0.04):  # what README says of these rates
+        fresh = min(losses[method, lr] for method in ("gram", "jordan", "normuon"))
+        assert losses["cache", lr] < fresh - 0.02

@@ -43,7 +43,7 @@ class CacheMuon(MatrixOptimizer):
     - `gamma`: a cached direction with a residual above gamma is shortened to a norm of about 1. Its matrix is
       then solved fresh for 32 steps, after the next such residual for 64, up to 1,024.
     - `clip`: the fraction of the rows whose directions may be cut; None: an eighth, more for small matrices.
-    - `max_norm`: the spectral norm that a longer cached direction is shortened to; None: no limit.
+    - `max_norm`: with `normalize=None`, the spectral norm that a longer cached direction is shortened to.
     - `gate`: "schedule"; or "residual", which measures each cached direction, reads its residual on the host,
       and solves again where it is above gamma (Algorithms A.4 and A.5). `max_age=None` is then no limit.
     - `probe`: "sketch" estimates the residual from `vectors` random vectors drawn from `seed`; "exact"
