@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/lengths"))
     args = parser.parse_args()
-    optimizer = OptimizerConfig("cache", lr=args.lr, momentum=args.momentum, nesterov=True)
+    optimizer = OptimizerConfig("cache", lr=args.lr, momentum=args.momentum, nesterov=True, normalize=None)
     measured = (f"data.path={args.text}", "diagnostics=gate", "diagnose_every=4")
     cells = [["", "hits", "measured", "median", "90%", "99%", "largest", "cosine", "validation loss"]]
     for number, (name, settings) in enumerate(VARIANTS.items()):

@@ -177,8 +177,9 @@ class Study:
         data: Mapping[str, Path],
         names: Sequence[str] = tuple(METHODS),
         trials: int = TRIALS,
+        seeds: int = len(SEEDS),
     ) -> None:
-        self.trainings, self.data, self.trials = trainings, data, trials
+        self.trainings, self.data, self.trials, self.seeds = trainings, data, trials, seeds
         self.names = [name for name in METHODS if name in names]
 
     def config(self, task: str, part: str, one: OptimizerConfig, seed: int) -> RunConfig:
@@ -238,7 +239,7 @@ class Study:
         self, task: str, best: Mapping[str, Place], tried: Mapping[str, Mapping[Place, float]]
     ) -> dict[str, Any]:
         chosen = {name: METHODS[name].at(place) for name, place in best.items()}
-        seeds = TASKS[task].seeds
+        seeds = TASKS[task].seeds[: self.seeds]
         runs = iter(self._train(task, "report", [(*one, seed) for one in chosen.items() for seed in seeds]))
         rows = [
             {
@@ -460,6 +461,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="2,000 steps of text, too")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument("--trials", type=int, metavar="N", default=TRIALS, help="of each method")
+    parser.add_argument("--seeds", type=int, metavar="N", default=len(SEEDS), help="for the best, 2 or more")
     parser.add_argument(
         "--times", action="store_true", help="measure the times of steps, when all is trained"
     )
@@ -472,7 +474,7 @@ def main() -> None:
     data = {task: folder for task, folder in folders.items() if folder is not None}
     if not data:
         parser.error("name --text, --images, or both")
-    study = Study(trainings_of(args), data, args.methods, args.trials)
+    study = Study(trainings_of(args), data, args.methods, args.trials, args.seeds)
     try:
         results = study.results()
     except Stopped as stopped:
