@@ -19,18 +19,7 @@ from ..newton_schulz.normalize import computed_in
 from ..newton_schulz.products import Workspace
 from ..newton_schulz.workspace import memory_limit
 from ..report.counters import entry_name
-from .bucket import (
-    Bucket,
-    Choice,
-    Group,
-    Kind,
-    Matrix,
-    Method,
-    RanksOf,
-    kinds_of,
-    local,
-    matrices_of,
-)
+from .bucket import Bucket, Choice, Group, Kind, Matrix, Method, RanksOf, kinds_of, local, matrices_of
 from .schedule import MISSING, Block, DeviceValues, Readings, Schedule, on_device, read_back
 
 State = dict[Tensor, dict[str, Any]]
@@ -55,7 +44,7 @@ def lr_ratio(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     """The factor on the learning rate of a rows x cols matrix.
 
     "none": 1. "original": `sqrt(max(1, rows / cols))`. "match_rms_adamw": `0.2 sqrt(max(rows, cols))`.
-    None means "original", as it does in torch.optim.Muon.
+    None means "original", as in torch.optim.Muon.
 
     >>> lr_ratio("none", 400, 100), lr_ratio("original", 400, 100), lr_ratio("match_rms_adamw", 400, 100)
     (1.0, 2.0, 4.0)
@@ -129,7 +118,7 @@ class Plan:
         self._filled: list[Any] = []  # the settings that the factors on the devices were made from
         self._sent: list[tuple[int, list[int], list[int], Tensor, torch.Event | None]] = []
         self._names: dict[int, dict[str, str]] = {}  # of state entries, by matrix and entry
-        # Counters and residuals of each parameter, before and after its state has them.
+        # Counters and residuals of each parameter, before its state has them, and after.
         self._waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._begun: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for x in self.matrices:
