@@ -14,6 +14,7 @@ import ledger
 import longer
 import pytest
 import rates
+import study
 from ledger import Finished, Ledger
 from made_tokens import write_tokens
 from pages import check_tables
@@ -199,3 +200,11 @@ def test_the_pages_have_what_the_ledger_says_of_learning_rates(monkeypatch):
     for lr in (0.01, 0.02, 0.04):  # what README says of these rates
         fresh = min(losses[method, lr] for method in ("gram", "jordan", "normuon"))
         assert losses["cache", lr] < fresh - 0.02
+
+
+def test_the_pages_have_what_the_ledger_says_of_normalization(monkeypatch):
+    known = Known(ROOT / "benchmarks" / "results" / "study.jsonl", monkeypatch)
+    names = ("gram", "jordan", "normuon", "cache")
+    results = study.Study(known, {"text": Path("text")}, names, trials=2, seeds=3).results()
+    check_tables(study.tables(results))
+    assert [len(row["losses"]) for row in results["text"]["methods"]] == [3] * 4
