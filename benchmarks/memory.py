@@ -92,7 +92,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     total += sum(param.nbytes for param in {x.param: None for x in plan.matrices})  # momentum
     for x in plan.matrices:
         total += 8 * (len(COLUMNS) + len(RESIDUALS))
-        entries = plan.choices[x.number].orthogonalizer.entries(*x.layout.views[x.index].sides)
+        entries = plan.choices[x.number].entries(*x.layout.views[x.index].sides)
         for shape, compact in entries.values():
             total += prod(shape) * (kept_dtype(x) if compact else computed_in(x.param.dtype)).itemsize
     return total

@@ -41,6 +41,7 @@ def variant(
     "stale" is GramMuon's relative, CacheMuon the paper's, any other the first optimizer's. Without a kind:
     the recipe's first optimizer, or CacheMuon where `gamma` or `max_age` asks for one.
 
+    >>> from cachemuon_lab.recipes import recipe
     >>> variant(recipe("gpt2-nano"), "paper", gamma=3.0).label
     'CacheMuon.paper gamma=3'
     """
@@ -83,6 +84,7 @@ def plan(
     Seeds count up from the recipe's own. Optimizers that are equal are one; those that differ in what
     their folder's name does not tell are an error.
 
+    >>> from cachemuon_lab.recipes import recipe
     >>> list(plan(recipe("gpt2-small-owt"), seeds=2))[2:4]
     ['paper-gamma5-s0', 'polar-s1']
     """

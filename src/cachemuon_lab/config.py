@@ -128,7 +128,7 @@ class OptimizerConfig:
         for name in ("normalize", "precision"):
             value, default = getattr(self, name), getattr(OptimizerConfig, name)
             if value != default and self.kind not in (*SOLVING, "cache"):
-                got = f"{_short(default)} for kind {self.kind!r}, got {value!r}"
+                got = f"{'none' if default is None else default} for kind {self.kind!r}, got {value!r}"
                 raise ValueError(f"optimizer.{name} must be {got}")
         decays = {"momentum": (self.momentum,), "beta2": (self.beta2,), "adam_betas": self.adam_betas}
         for name, values in decays.items():

@@ -140,7 +140,7 @@ def test_shards_and_fractions_are_refused():
         Dion2([], fraction=0)
     with pytest.raises(ValueError, match=r"optimizer.fraction must be .* got 1.5"):
         OptimizerConfig("dion2", fraction=1.5)
-    with pytest.raises(ValueError, match=r"optimizer.normalize must be none for kind 'soap', got 'rows'"):
+    with pytest.raises(ValueError, match=r"optimizer.normalize must be default for kind 'soap', got 'rows'"):
         OptimizerConfig("soap", normalize="rows")
 
 

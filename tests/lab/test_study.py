@@ -73,7 +73,7 @@ def test_long_trainings_begin_at_the_best_of_the_text():
 def test_the_next_trial_is_the_nearest_untried_setting():
     method = study.METHODS["gram"]
     start = method.start
-    assert (method.at(start).lr, method.at(start).momentum, method.at(start).nesterov) == (0.02, 0.9, True)
+    assert (method.at(start).lr, method.at(start).momentum, method.at(start).nesterov) == (0.04, 0.9, True)
     assert method.next({}) == start
     tried, seen = {start: 1.0}, []
     for _ in range(5):

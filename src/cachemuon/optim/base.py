@@ -21,6 +21,7 @@ from ..engine.bucket import Choice
 from ..engine.orthogonalize import Normalization
 from ..engine.plan import Plan
 from ..engine.step import Exchange, take_step
+from ..newton_schulz.normalize import computed_in
 from ..newton_schulz.products import full_precision
 from ..newton_schulz.schedules import Schedule
 from ..newton_schulz.solvers import Solver
@@ -53,12 +54,13 @@ def arguments(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ("self", "params", "__class__")}
 
 
-def normalized(choice: Choice, group: dict[str, Any], view: MatrixView) -> Choice:
+def normalized(choice: Choice, group: dict[str, Any], param: Tensor, view: MatrixView) -> Choice:
     """A choice for matrices of a group with the group's normalization, if it has one."""
     normalization = Normalization.of(group, *view.sides)
     if normalization is None:
         return choice
-    room = choice.room + 6 * sum(view.sides) * 8  # numbers for rows and columns
+    # Its temporaries: ten numbers for each row and column.
+    room = choice.room + 10 * sum(view.sides) * computed_in(param.dtype).itemsize
     return choice._replace(room=room, normalization=normalization)
 
 

@@ -139,7 +139,7 @@ class CacheMuon(MatrixOptimizer):
         prices = Prices(executed, by_paper, copy, cost.baseline, cost.transform)
         if why := _why_not_cached(group, cost, count, param.device.type):
             choice = Choice(Fresh(cheapest), Life(always=UNCACHED), room, prices, why=why)
-            return normalized(choice, group, view)
+            return normalized(choice, group, param, view)
         life, block = Life(group["max_age"], gamma=float(group["gamma"])), block_of(group, n)
         choice = Choice(
             (Cached if group["gate"] == "schedule" else Gated)(cache, life.gamma),
@@ -148,7 +148,7 @@ class CacheMuon(MatrixOptimizer):
             prices,
             block,
         )
-        return normalized(choice, group, view)
+        return normalized(choice, group, param, view)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse settings of a group that are out of range."""

@@ -72,7 +72,7 @@ class Muon(MatrixOptimizer):
         fresh, paper = solver_prices(solver, n, m, dtype)
         prices = Prices({"fresh": fresh}, {"fresh": paper}, {}, fresh)
         choice = Choice(Fresh(solver), Life(always=FRESH), solve_bytes(n, m, size), prices)
-        return normalized(choice, group, view)
+        return normalized(choice, group, param, view)
 
     def solver_of(self, schedule: Schedule | None) -> Solver:
         """A StandardNS with a schedule, but GramNS with GramMuon's; without one AutoNS."""
