@@ -59,8 +59,8 @@ def normalized(choice: Choice, group: dict[str, Any], param: Tensor, view: Matri
     normalization = Normalization.of(group, *view.sides)
     if normalization is None:
         return choice
-    # Its temporaries: ten numbers for each row and column.
-    room = choice.room + 10 * sum(view.sides) * computed_in(param.dtype).itemsize
+    # Its temporaries: a dozen numbers for each row and column.
+    room = choice.room + 12 * sum(view.sides) * computed_in(param.dtype).itemsize
     return choice._replace(room=room, normalization=normalization)
 
 
