@@ -6,6 +6,8 @@ Each matrix has an owner rank, which solves for it and sends the transform to th
 it. From 4 ranks on the owner sends the direction instead.
 """
 
+import gc
+
 import torch
 import toy
 from torch import distributed as dist
@@ -39,8 +41,11 @@ def main(steps: int = 15) -> None:
         f"weights as on rank 0: {torch.equal(weight, first)}\n",
         end="",
     )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    # The wrapped model is in a reference cycle. While it lives, gloo's threads do, and one of them that lets go
+    # of a tensor while the interpreter ends makes the process abort.
+    gc.collect()
+    dist.destroy_process_group()

@@ -323,7 +323,7 @@ def test_stop_ends_after_a_whole_step(corpus, tmp_path):
 # Several processes
 
 WORKER = """
-import sys, torch
+import gc, sys, torch
 from torch import distributed as dist
 from cachemuon_lab.config import RunConfig
 from cachemuon_lab.train import train
@@ -332,6 +332,7 @@ text, folder, store, rank = sys.argv[1:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=int(rank), world_size=2)
 run = train(RunConfig.from_json(text), folder, device="cpu")
 assert run.complete and run.environment["processes"] == 2
+gc.collect()  # the wrapped model, which keeps gloo's threads
 dist.destroy_process_group()
 """
 
