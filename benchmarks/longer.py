@@ -2,11 +2,13 @@
 
     python benchmarks/longer.py --text DIR [--out runs/longer] [--steps 2000] [--search 500] [--ledger FILE]
 
-`DIR` has `train.bin` and `val.bin` with bytes as uint16, as for `beyond.py`, whose model and momentum it has.
-The learning rate of each method is chosen with seed 0 by shorter runs: two rates, and from the better one on
-the next of a ladder until that is worse. Then CacheMuon and the fresh Muon that was best in that are searched
-again at the whole length with another seed, from that rate and, since longer runs want smaller ones, the next
-lower one on; and trained at the best of that with a second seed.
+`DIR` has `train.bin` and `val.bin` with bytes as uint16, as for `beyond.py`, whose model and momentum it
+has. The learning rate of GramMuon, Muon (Jordan) and CacheMuon with `normalize=None` is chosen with seed 0
+by shorter runs: two rates, and from the better one on the next of a ladder until that is worse. Then that
+CacheMuon and the fresh Muon that was best are searched again at the whole length with another seed, from
+that rate and, since longer runs want smaller ones, the next lower one on; and trained at the best of that
+with a second seed. NorMuon and CacheMuon, which normalize, are trained at that fresh Muon's best rate,
+without a search.
 
 Called again it goes on: Ctrl-C stops it at the next step, `--minutes` after that time, and everything done is
 kept. At its end it writes `longer.json` and `longer.png`, and with `--page` the tables of that page.
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,12 +28,14 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from study import best_fresh, hits, summary
 from trainings import (
+    METHODS,
     Stopped,
     Trainings,
     add_arguments,
     best_of,
     climb,
-    plain,
+    line_of,
+    method_of,
     searched_table,
     tell,
     trainings_of,
@@ -40,15 +43,16 @@ from trainings import (
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
-from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
+from cachemuon_lab.config import OptimizerConfig, RunConfig
 from cachemuon_lab.performance import Cells
 from cachemuon_lab.recipes import recipe
 
 SHARED = OptimizerConfig("gram", momentum=0.9, nesterov=True, adam_lr=2e-3)
 LADDER = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-FIRST = {"gram": (3, 4), "jordan": (3, 4), "cache": (4, 5)}  # where on it the searches begin
+FIRST = {"gram": (3, 4), "jordan": (3, 4), "cache-none": (4, 5)}  # where on it the searches begin
+UNTUNED = ("normuon", "cache")  # trained at the rate of the best fresh one
 TUNING, SEEDS = 0, (1, 2)
-Method = tuple[str, float]  # a kind of optimizer and its learning rate
+Method = tuple[str, float]  # a name and a learning rate
 SETTINGS = ("batch_size=16", "validate_every=100", "checkpoint_every=100")
 
 
@@ -58,9 +62,9 @@ class Longer:
     def __init__(self, data: Path, trainings: Trainings, steps: int, search: int) -> None:
         self.data, self.trainings, self.steps, self.search = data, trainings, steps, search
 
-    def config(self, kind: str, rate: float, seed: int, steps: int) -> RunConfig:
+    def config(self, name: str, rate: float, seed: int, steps: int) -> RunConfig:
         own = (f"data.path={self.data}", f"steps={steps}", f"seed={seed}")
-        return configure(recipe("gpt2-mini"), plain(replace(SHARED, kind=kind, lr=rate)), (*SETTINGS, *own))
+        return configure(recipe("gpt2-mini"), method_of(name, rate, SHARED), (*SETTINGS, *own))
 
     def results(self) -> dict[str, Any]:
         """Search, search the two again at the whole length, and sum it up."""
@@ -71,29 +75,31 @@ class Longer:
                 _name("search", *one, TUNING): self.config(*one, TUNING, self.search) for one in wanted
             }
             done = self.trainings.run(configs).values()
-            spent.update({kind: run.flops or 0 for (kind, _), run in zip(wanted, done, strict=True)})
+            spent.update({name: run.flops or 0 for (name, _), run in zip(wanted, done, strict=True)})
             return [run.loss for run in done]
 
         searched = climb(LADDER, FIRST, losses)
-        fresh = min(searched.keys() - {"cache"}, key=lambda kind: min(searched[kind].values()))
+        fresh = min(searched.keys() - {"cache-none"}, key=lambda name: min(searched[name].values()))
         first: dict[Method, Finished] = {}
 
         def at_length(wanted: list[Method]) -> list[float]:
             first.update(self._trained(wanted, SEEDS[0]))
             return [first[one].loss for one in wanted]
 
-        places = {kind: LADDER.index(best_of(searched[kind])) for kind in (fresh, "cache")}
-        found = climb(LADDER, {kind: {max(at - 1, 0), at} for kind, at in places.items()}, at_length)
-        tried = [(kind, rate) for kind, by_rate in found.items() for rate in reversed(by_rate)]
-        best = [(kind, best_of(by_rate)) for kind, by_rate in found.items()]
+        places = {name: LADDER.index(best_of(searched[name])) for name in (fresh, "cache-none")}
+        found = climb(LADDER, {name: {max(at - 1, 0), at} for name, at in places.items()}, at_length)
+        untuned = [(name, best_of(found[fresh])) for name in UNTUNED]
+        at_length(untuned)
+        tried = [(name, rate) for name, by_rate in found.items() for rate in reversed(by_rate)] + untuned
+        best = [(name, best_of(by_rate)) for name, by_rate in found.items()] + untuned
         of_seeds = [first, *(self._trained(best, seed) for seed in SEEDS[1:])]
         methods = []
-        for kind, rate in tried:
-            own = [runs[kind, rate] for runs in of_seeds if (kind, rate) in runs]
+        for name, rate in tried:
+            own = [runs[name, rate] for runs in of_seeds if (name, rate) in runs]
             lines = [[line["loss"] for line in run.validations] for run in own]
             curve = [round(mean(at), 4) for at in zip(*lines, strict=True)]
             steps = [line["step"] for line in own[0].validations]
-            row = {"kind": kind, "lr": rate, **summary(own)}
+            row = {"name": name, "kind": method_of(name, rate, SHARED).kind, "lr": rate, **summary(own)}
             methods.append(row | {"steps": steps, "curve": curve})
         gram = spent["gram"] / self.search * self.steps  # the same at every step
         return {"searched": searched, "methods": methods, "gram_flops": gram}
@@ -118,7 +124,7 @@ def methods_table(results: dict[str, Any]) -> Cells:
         apart = [one - other for one, other in zip(row["losses"], best["losses"], strict=False)]
         cells.append(
             [
-                LABELS[row["kind"]],
+                METHODS[row["name"]][0],
                 f"{row['lr']:g}",
                 f"{mean(row['losses']):.4f}",
                 ", ".join(f"{loss:.4f}" for loss in row["losses"]),
@@ -139,7 +145,7 @@ def best_table(results: dict[str, Any]) -> Cells:
         apart = mean(row["losses"]) - mean(best["losses"])
         cells.append(
             [
-                LABELS[row["kind"]],
+                METHODS[row["name"]][0],
                 f"{row['lr']:g}",
                 str(len(row["losses"])),
                 f"{mean(row['losses']):.3f}",
@@ -167,8 +173,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         ax = figure.subplots()
         rows = [row for row in results["methods"] if len(row["losses"]) == len(SEEDS)]
         for row in rows:
-            tint = drawing.colour(OptimizerConfig(row["kind"]))
-            ax.plot(row["steps"], row["curve"], color=tint, label=f"{LABELS[row['kind']]}, lr {row['lr']:g}")
+            told = f"{METHODS[row['name']][0]}, lr {row['lr']:g}"
+            ax.plot(row["steps"], row["curve"], label=told, **line_of(row["name"]))
         worst = max(row["curve"][len(row["curve"]) // 5] for row in rows)
         lowest = min(np.min(row["curve"]) for row in rows)
         ax.set(xlabel="step", ylabel="validation loss", ylim=(lowest - 0.05, worst + 0.05))

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,7 +23,7 @@ from ledger import Finished
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from study import as_bytes
-from trainings import Stopped, Trainings, add_arguments, tell, trainings_of
+from trainings import METHODS, Stopped, Trainings, add_arguments, line_of, method_of, tell, trainings_of
 
 from cachemuon_lab import drawing
 from cachemuon_lab.compare import configure
@@ -57,19 +57,11 @@ TASKS = {
         (0.015, 0.03, 0.06, 0.12, 0.24),
     ),
 }
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gram": ("GramMuon", {}),
-    "jordan": ("Muon (Jordan)", {"kind": "jordan"}),
-    "normuon": ("NorMuon", {"normalize": "rows"}),
-    "gram-factored": ("GramMuon, factored", {"normalize": "factored"}),
-    "cache-none": ("CacheMuon, normalize=None", {"kind": "cache", "normalize": None}),
-    "cache": ("CacheMuon", {"kind": "cache"}),
-}
 
 
 def optimizer(task: str, method: str, lr: float) -> OptimizerConfig:
     """A method with the settings of a task."""
-    return replace(TASKS[task].shared, lr=lr, **METHODS[method][1])
+    return method_of(method, lr, TASKS[task].shared)
 
 
 def config(task: str, method: str, lr: float, seed: int, data: Path) -> RunConfig:
@@ -144,16 +136,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for ax, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             for method in dict.fromkeys(row["method"] for row in rows):
                 own = [row for row in rows if (row["task"], row["method"]) == (task, method)]
-                one = optimizer(task, method, 1.0)
-                style = {"color": drawing.colour(one), "marker": drawing.MARKERS[one.kind]}
-                plain = (one.normalize is None) if one.kind == "cache" else one.normalize == "default"
-                ax.plot(
-                    [row["lr"] for row in own],
-                    [mean(row["losses"]) for row in own],
-                    ls=":" if plain else "-",
-                    label=METHODS[method][0],
-                    **style,
-                )
+                style = line_of(method) | {"marker": drawing.MARKERS[optimizer(task, method, 1.0).kind]}
+                rates, losses = [row["lr"] for row in own], [mean(row["losses"]) for row in own]
+                ax.plot(rates, losses, label=METHODS[method][0], **style)
                 dots = [(row["lr"], loss) for row in own for loss in row["losses"]]
                 ax.scatter(*zip(*dots, strict=True), color=style["color"], s=4, alpha=0.5)
             lowest = min(loss for row in rows if row["task"] == task for loss in row["losses"])

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from ledger import Finished, Ledger
 
-from cachemuon_lab.config import LABELS, OptimizerConfig, RunConfig
+from cachemuon_lab import drawing
+from cachemuon_lab.config import OptimizerConfig, RunConfig
 from cachemuon_lab.performance import Cells, renew
 from cachemuon_lab.train import Interrupted, train
 
@@ -123,6 +124,29 @@ def _trained(config: RunConfig, folder: Path, deadline: float) -> Finished | Non
             return None
 
 
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gram": ("GramMuon", {}),
+    "jordan": ("Muon (Jordan)", {"kind": "jordan"}),
+    "normuon": ("NorMuon", {"normalize": "rows"}),
+    "gram-factored": ("GramMuon, factored", {"normalize": "factored"}),
+    "cache-none": ("CacheMuon, normalize=None", {"kind": "cache", "normalize": None}),
+    "cache": ("CacheMuon", {"kind": "cache"}),
+}
+"""A name for people, and what makes it of GramMuon."""
+
+
+def method_of(name: str, lr: float, shared: OptimizerConfig) -> OptimizerConfig:
+    """One of `METHODS` at a learning rate, with the settings that all share."""
+    return replace(shared, lr=lr, **METHODS[name][1])
+
+
+def line_of(name: str) -> dict[str, Any]:
+    """How one of `METHODS` is drawn: its optimizer's color; dotted without normalization."""
+    one = method_of(name, 1.0, OptimizerConfig("gram"))
+    plain = None if one.kind == "cache" else "default"
+    return {"color": drawing.colour(one), "ls": ":" if one.normalize == plain else "-"}
+
+
 def plain(optimizer: OptimizerConfig) -> OptimizerConfig:
     """CacheMuon without `normalize`, as those studies have it that were trained before there was any."""
     return replace(optimizer, normalize=None) if optimizer.kind == "cache" else optimizer
@@ -164,7 +188,7 @@ def searched_table(searched: Mapping[str, Mapping[float, float]]) -> Cells:
     rates = sorted({rate for found in searched.values() for rate in found})
     cells = [["", *(f"{rate:g}" for rate in rates)]]
     for kind, found in searched.items():
-        cells.append([LABELS[kind], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
+        cells.append([METHODS[kind][0], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
     return cells
 
 

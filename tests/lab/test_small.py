@@ -24,7 +24,7 @@ def small(monkeypatch):
     monkeypatch.setattr(module, "OFTEN", 2)
     monkeypatch.setattr(module, "TIMED", 2)
     monkeypatch.setattr(module, "LADDER", (0.01, 0.02))
-    monkeypatch.setattr(module, "FIRST", dict.fromkeys(module.KINDS, (0, 1)))
+    monkeypatch.setattr(module, "FIRST", dict.fromkeys(module.SEARCHED, (0, 1)))
     return module
 
 
@@ -40,12 +40,13 @@ def test_runs_stop_in_time_and_go_on(small, data, tmp_path, capfd):
     first = Run.open(out / "search-gram-0.01")
     assert [line["step"] for line in first.steps] == [1] and not first.complete
     results = small.Small(data, Trainings(out), steps=6, search=3).results()
-    assert [row["kind"] for row in results["methods"]] == list(small.KINDS)
-    rates = {row["kind"]: row["lr"] for row in results["methods"]}
+    assert [row["name"] for row in results["methods"]] == [*small.SEARCHED, *small.UNTUNED]
+    rates = {row["name"]: row["lr"] for row in results["methods"]}
+    assert rates["normuon"] == rates["cache"] == rates["gram"]
     assert "6 of 6 steps" in capfd.readouterr().out
     losses = results["searched"]["gram"]
     assert losses.keys() == {0.01, 0.02} and losses[rates["gram"]] == min(losses.values())
-    assert results["searched"].keys() == set(small.KINDS)
+    assert results["searched"].keys() == set(small.SEARCHED)
     for row in results["methods"]:
         assert row["steps"] == [2, 4, 6]
         assert row["seconds"] == pytest.approx([step * row["step_seconds"] for step in (2, 4, 6)], abs=0.01)
@@ -53,13 +54,13 @@ def test_runs_stop_in_time_and_go_on(small, data, tmp_path, capfd):
     small.draw(results, out / "small.png")
     assert (out / "small.png").stat().st_size > 10_000
     cells = small.table(results)
-    assert len(cells) == 4 and cells[1][0] == "GramMuon" and cells[1][-1] == "1.00"
+    assert len(cells) == 6 and cells[1][0] == "GramMuon" and cells[1][-1] == "1.00"
 
 
 def test_the_search_climbs_until_a_rate_is_worse(small, monkeypatch):
     losses = {0.01: 4.0, 0.02: 3.0, 0.04: 2.0, 0.08: 1.0, 0.16: 2.0}
     monkeypatch.setattr(small, "LADDER", (0.005, *losses))
-    monkeypatch.setattr(small, "FIRST", {"gram": (2, 3), "cache": (4, 5)})
+    monkeypatch.setattr(small, "FIRST", {"gram": (2, 3), "cache-none": (4, 5)})
     tried = []
 
     def trained(self, configs):
@@ -67,7 +68,7 @@ def test_the_search_climbs_until_a_rate_is_worse(small, monkeypatch):
         return {name: SimpleNamespace(loss=losses[config.optimizer.lr]) for name, config in configs.items()}
 
     monkeypatch.setattr(Trainings, "run", trained)
-    found = small.Small(Path(), Trainings(Path()), 2, 2, kinds=("cache",)).searched()
+    found = small.Small(Path(), Trainings(Path()), 2, 2, names=("cache-none",)).searched()
     gram, cache = (("gram", rate) for rate in (0.02, 0.04, 0.08, 0.16)), (("cache", r) for r in (0.08, 0.16))
     rates = [*gram], [*cache]
     assert tried == [[*rates[0][:2], *rates[1]], [rates[0][2], ("cache", 0.04)], [rates[0][3]]]
@@ -89,7 +90,7 @@ def test_the_command_writes_its_results(small, data, tmp_path, monkeypatch):
     told = ["--data", data, "--out", out, "--steps", 2, "--search", 2, "--workers", 1, "--page", page]
     monkeypatch.setattr(sys, "argv", ["small.py", *map(str, told)])
     small.main()
-    assert len(json.loads((out / "small.json").read_text())["methods"]) == 3
+    assert len(json.loads((out / "small.json").read_text())["methods"]) == 5
     assert page.read_text().count("| GramMuon |") == 2 and "| 0.01 | 0.02 |" in page.read_text()
 
 
@@ -101,5 +102,5 @@ def test_times_alone(small, data, tmp_path, monkeypatch, capsys):
     small.main()
     assert not (tmp_path / "out").exists()
     rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
-    assert len(rows) == 4 and rows[1].startswith("| GramMuon |") and rows[1].endswith("| 1.00 |")
+    assert len(rows) == 6 and rows[1].startswith("| GramMuon |") and rows[1].endswith("| 1.00 |")
     assert "of GramMuon's step" in capsys.readouterr().out

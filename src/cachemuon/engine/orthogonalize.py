@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,8 +83,9 @@ def rows_of(batch: Tensor, rows: list[int]) -> Tensor:
     """
     if rows[-1] - rows[0] == len(rows) - 1:
         return batch[rows[0] : rows[-1] + 1]
-    parts = batch.unbind(0)
-    return torch.stack([parts[row] for row in rows])
+    cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
+    runs = pairwise([0, *cuts, len(rows)])
+    return torch.cat([batch[rows[begin] : rows[end - 1] + 1] for begin, end in runs])
 
 
 @dataclass(slots=True, eq=False)

@@ -159,7 +159,7 @@ class CacheMuon(MatrixOptimizer):
         check_gate(group["gamma"], group["max_age"])
         if group["gate"] == "schedule" and group["max_age"] is None:
             raise ValueError("max_age must be an integer >= 0 with gate='schedule', got None")
-        cache_of(group)  # checks its own settings
+        cache_of({**group, "normalize": None})  # checks its own settings, `max_norm` too
         check_cache_dtype(group)
 
     def solver_of(self, schedule: Schedule | None) -> GramNS:
@@ -168,8 +168,9 @@ class CacheMuon(MatrixOptimizer):
 
 
 def cache_of(group: dict[str, Any]) -> CacheGNS:
-    """The solver with the settings of a parameter group."""
-    return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"], group["max_norm"])
+    """The solver with the settings of a parameter group. Normalized directions have a length of their own."""
+    max_norm = group["max_norm"] if group["normalize"] is None else None
+    return CacheGNS(group["solver"], group["probe"], group["vectors"], group["clip"], max_norm)
 
 
 def block_of(group: dict[str, Any], n: int) -> Block:
