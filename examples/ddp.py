@@ -45,7 +45,7 @@ def main(steps: int = 15) -> None:
 
 if __name__ == "__main__":
     main()
-    # The wrapped model is in a reference cycle. While it lives, gloo's threads do, and one of them that lets go
-    # of a tensor while the interpreter ends makes the process abort.
+    # The wrapped model is in a reference cycle. While it lives, so do gloo's threads, and one of them that
+    # lets go of a tensor while the interpreter ends makes the process abort.
     gc.collect()
     dist.destroy_process_group()
