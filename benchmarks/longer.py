@@ -194,6 +194,7 @@ def main() -> None:
     except Stopped as stopped:
         print(stopped)
         return
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "longer.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "longer.png")
     tell(tables(results), args.page)

@@ -221,6 +221,7 @@ def main() -> None:
         except Stopped as stopped:
             print(stopped)
             return
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, args.out / "small.png")
         made = {

@@ -187,7 +187,9 @@ def test_the_pages_have_what_the_ledger_says_of_longer_trainings(monkeypatch):
     known = Known(ROOT / "benchmarks" / "results" / "longer.jsonl", monkeypatch)
     results = longer.Longer(Path("text"), known, steps=2000, search=500).results()
     check_tables(longer.tables(results))
-    assert len(results["methods"]) == 6
+    rows = {row["name"]: row["losses"] for row in results["methods"] if len(row["losses"]) == 2}
+    assert len(results["methods"]) == 8 and rows.keys() == {"gram", "normuon", "cache-none", "cache"}
+    assert sum(rows["cache"]) < min(sum(rows["normuon"]), sum(rows["gram"]))  # as the pages say
 
 
 def test_the_pages_have_what_the_ledger_says_of_learning_rates(monkeypatch):
