@@ -7,11 +7,12 @@ The text is `train.bin` and `val.bin` with bytes as uint16 (`cachemuon prepare t
 `--vocabulary DIR`, GPT-2's `encoder.json` and `vocab.bpe`, it is in GPT-2's tokens, and made bytes in the
 folder of the study. The images are CIFAR-10's binary files.
 
-Each method has three settings with a ladder of values each (`METHODS`). The search begins in the middle, with
-seed 0. The next trial is always the untried setting that is fewest rungs away from the best one so far; of
-several the one whose earlier settings differ most, and of these the higher one. Every method gets the same
-number of trials. Trials are judged by the first half of the validation text or test images. The best setting
-of each method is then trained with other seeds and judged by the second half, which chose nothing.
+Each method has three settings with a ladder of values each (`METHODS`). The search begins in the middle, on
+images where an earlier one had found fresh Muons best (docs/notebook/search.md), with seed 0. The next
+trial is always the untried setting that is fewest rungs away from the best one so far; of several the one
+whose earlier settings differ most, and of these the higher one. Every method gets the same number of
+trials. Trials are judged by the first half of the validation text or test images. The best setting of each
+method is then trained with other seeds and judged by the second half, which chose nothing.
 
 `--long` begins at the best settings on text, and trains 2,000 steps of twice the batch: three learning rates
 for each method with seed 0, then the best with three other seeds.
@@ -71,15 +72,14 @@ class Method:
         rungs = zip(self.ladders.items(), place, strict=True)
         return replace(self.base, **{name: ladder[rung] for (name, ladder), rung in rungs})
 
-    @property
-    def start(self) -> Place:
-        """The place of the base."""
-        return tuple(ladder.index(getattr(self.base, name)) for name, ladder in self.ladders.items())
+    def start(self, begin: Mapping[str, float]) -> Place:
+        """The place of the base, but for these settings if its ladders have them all."""
+        known = all(value in self.ladders.get(name, ()) for name, value in begin.items())
+        one = replace(self.base, **begin) if known else self.base  # type: ignore[arg-type]
+        return tuple(ladder.index(getattr(one, name)) for name, ladder in self.ladders.items())
 
     def next(self, tried: Mapping[Place, float], free: int | None = None) -> Place | None:
-        """The next trial after these losses; only the first `free` settings change. None if there is none."""
-        if not tried:
-            return self.start
+        """The next trial after these losses; only the first `free` settings change. None if none is left."""
         best = min(tried, key=lambda place: tried[place])
         ranges = [range(len(ladder)) for ladder in self.ladders.values()]
         places = product(*ranges[:free], *([at] for at in best[len(ranges[:free]) :]))
@@ -153,11 +153,12 @@ class Task:
     report: tuple[str, ...] = ()
     seeds: tuple[int, ...] = SEEDS
     head: str = "adam"
+    begin: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 TASKS = {
     "text": Task("gpt2-mini", tune=("validate_every=300",), report=("validation_batches=160",)),
-    "images": Task("resnet-mini", head="muon"),
+    "images": Task("resnet-mini", head="muon", begin={"lr": 0.06, "momentum": 0.8}),
     "long": Task(
         "gpt2-mini",
         ("steps=2000", "batch_size=16", "validate_every=200"),
@@ -203,7 +204,8 @@ class Study:
         results, best = {}, {}
         for task in self.data:
             long = task == "long"
-            begun = {name: best["text", name] for name in self.names} if long else {}
+            begin = TASKS[task].begin
+            begun = {name: best["text", name] if long else METHODS[name].start(begin) for name in self.names}
             tried = self.search(task, LONG_TRIALS if long else self.trials, begun, 1 if long else None)
             for name in self.names:
                 best[task, name] = min(tried[name], key=lambda place: tried[name][place])
@@ -218,7 +220,7 @@ class Study:
         for _ in range(trials):
             wanted = {}
             for name, losses in tried.items():
-                place = METHODS[name].next(losses, free) if losses else begun.get(name, METHODS[name].start)
+                place = METHODS[name].next(losses, free) if losses else begun[name]
                 if place is not None:
                     wanted[name] = place
             jobs = [(name, METHODS[name].at(place), TUNING) for name, place in wanted.items()]

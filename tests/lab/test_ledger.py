@@ -210,3 +210,7 @@ def test_the_pages_have_what_the_ledger_says_of_normalization(monkeypatch):
     results = study.Study(known, {"text": Path("text")}, names, trials=2, seeds=3).results()
     check_tables(study.tables(results))
     assert [len(row["losses"]) for row in results["text"]["methods"]] == [3] * 4
+    names = ("gram", "normuon", "cache")
+    results = study.Study(known, {"images": Path("images")}, names, trials=6).results()
+    check_tables(study.tables(results))
+    assert [len(row["losses"]) for row in results["images"]["methods"]] == [5] * 3

@@ -72,9 +72,12 @@ def test_long_trainings_begin_at_the_best_of_the_text():
 
 def test_the_next_trial_is_the_nearest_untried_setting():
     method = study.METHODS["gram"]
-    start = method.start
+    start = method.start({})
     assert (method.at(start).lr, method.at(start).momentum, method.at(start).nesterov) == (0.04, 0.9, True)
-    assert method.next({}) == start
+    elsewhere = method.at(method.start({"lr": 0.06, "momentum": 0.8}))
+    assert (elsewhere.lr, elsewhere.momentum, elsewhere.nesterov) == (0.06, 0.8, True)
+    soap = study.METHODS["soap"]  # whose ladder has no such rate
+    assert soap.start({"lr": 0.06, "momentum": 0.8}) == soap.start({})
     tried, seen = {start: 1.0}, []
     for _ in range(5):
         seen.append(method.next(tried))
