@@ -34,7 +34,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from study import as_bytes, best_fresh, hits, standard_error, summary
-from trainings import Stopped, Trainings, add_arguments, plain, tell, trainings_of
+from trainings import Stopped, Trainings, add_arguments, tell, trainings_of
 
 from cachemuon import CacheGNS, GramNS
 from cachemuon.flops import executed_by
@@ -125,6 +125,11 @@ def around(value: float, ladder: Sequence[float]) -> Sequence[float]:
     """A value of a ladder, and those beside it."""
     place = ladder.index(value)
     return ladder[max(place - 1, 0) : place + 2]
+
+
+def plain(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """CacheMuon without `normalize`, as this study has it, which was trained before there was any."""
+    return replace(optimizer, normalize=None) if optimizer.kind == "cache" else optimizer
 
 
 class Study:

@@ -147,11 +147,6 @@ def line_of(name: str) -> dict[str, Any]:
     return {"color": drawing.colour(one), "ls": ":" if one.normalize == plain else "-"}
 
 
-def plain(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """CacheMuon without `normalize`, as those studies have it that were trained before there was any."""
-    return replace(optimizer, normalize=None) if optimizer.kind == "cache" else optimizer
-
-
 def climb(
     ladder: Sequence[float],
     first: Mapping[str, Iterable[int]],
@@ -184,11 +179,11 @@ def best_of(losses: Mapping[float, float]) -> float:
 
 
 def searched_table(searched: Mapping[str, Mapping[float, float]]) -> Cells:
-    """What `climb` found: a row for each kind, a column for each learning rate."""
+    """What `climb` found: a row for each method, a column for each learning rate."""
     rates = sorted({rate for found in searched.values() for rate in found})
     cells = [["", *(f"{rate:g}" for rate in rates)]]
-    for kind, found in searched.items():
-        cells.append([METHODS[kind][0], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
+    for name, found in searched.items():
+        cells.append([METHODS[name][0], *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
     return cells
 
 
